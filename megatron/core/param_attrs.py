@@ -1,0 +1,106 @@
+"""What a parameter is: how it starts, how it is cut, and which ranks reduce its gradient.
+
+Layers allocate their weights empty and record a `ParamAttrs` here once. Weight initialisation reads the recipe, the
+optimizer and gradient code read the plain attributes that Megatron users know (`allreduce`, `partition_dim`, ...).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+_ATTRS_NAME = "megatron_attrs"
+_AWAITS_NAME = "megatron_awaits_init"
+
+
+@dataclass(frozen=True)
+class InitSpec:
+    """Distribution of the initial values, drawn for the whole unsharded tensor."""
+
+    kind: Literal["normal", "zeros", "ones", "custom"]
+    """`custom` calls `function` on the whole fp32 tensor under a generator seeded for this parameter."""
+
+    std: float = 0.0
+    """Standard deviation of `normal`."""
+
+    function: Callable[[torch.Tensor], object] | None = None
+    """In-place initialiser of `custom`."""
+
+    def __post_init__(self) -> None:
+        if (self.kind == "custom") != (self.function is not None):
+            raise ValueError(f"kind={self.kind!r}, function={self.function}: `custom`, and only it, takes a function")
+
+
+@dataclass(frozen=True)
+class ParamAttrs:
+    """Everything the rest of the tree may ask about one parameter."""
+
+    init: InitSpec
+    """How the unsharded tensor starts."""
+
+    partition_dim: int | None = None
+    """Dimension cut over tensor-parallel ranks; None for a replicated parameter."""
+
+    num_parts: int = 1
+    """Equal parts along `partition_dim` that are cut one by one (gated fc1: gate and up, so 2)."""
+
+    partition_rank: int = 0
+    """Which slice this rank holds."""
+
+    is_expert: bool = False
+    """True for routed experts, which exist once per expert-data-parallel group."""
+
+    sequence_parallel: bool = False
+    """True if each tensor-parallel rank sees only a shard of the sequence, so that gradients are summed over TP."""
+
+    is_embedding_or_output: bool = False
+    """True for the word embedding and the output matrix (decoupled learning rate)."""
+
+    full_shape: tuple[int, ...] | None = None
+    """Shape before slicing; None means the parameter is the whole tensor."""
+
+
+def set_param_attrs(param: torch.nn.Parameter, attrs: ParamAttrs, allreduce: bool | None = None) -> torch.nn.Parameter:
+    """Record `attrs` on `param` [any], mark it as not yet initialised, and return it.
+
+    `allreduce=False` sends the gradient to the expert groups. Its default is False for experts; a module passes True
+    when expert and dense groups are the same. Raises: AssertionError if attributes were recorded before.
+    """
+    known = getattr(param, _ATTRS_NAME, None)
+    assert known is None, f"parameter {tuple(param.shape)} already has attributes {known}, refusing {attrs}"
+    setattr(param, _ATTRS_NAME, attrs)
+    setattr(param, _AWAITS_NAME, True)
+    plain = {
+        "allreduce": (not attrs.is_expert) if allreduce is None else allreduce,
+        "tensor_model_parallel": attrs.partition_dim is not None,
+        "partition_dim": -1 if attrs.partition_dim is None else attrs.partition_dim,
+        "partition_stride": attrs.num_parts,
+        "sequence_parallel": attrs.sequence_parallel,
+        "is_embedding_or_output_parameter": attrs.is_embedding_or_output,
+    }
+    for name, value in plain.items():
+        setattr(param, name, value)
+    return param
+
+
+def has_param_attrs(param: torch.nn.Parameter) -> bool:
+    """True if a layer of this tree allocated `param` [any]."""
+    return hasattr(param, _ATTRS_NAME)
+
+
+def param_attrs(param: torch.nn.Parameter) -> ParamAttrs:
+    """Return what `set_param_attrs` recorded on `param` [any]."""
+    attrs = getattr(param, _ATTRS_NAME, None)
+    assert attrs is not None, f"parameter {tuple(param.shape)} has no attributes; allocate it with `new_parameter`"
+    return attrs
+
+
+def awaits_init(param: torch.nn.Parameter) -> bool:
+    """True between allocation and initialisation of `param` [any]."""
+    return getattr(param, _AWAITS_NAME, False)
+
+
+def mark_initialized(param: torch.nn.Parameter) -> None:
+    """Note that `param` [any] holds its initial values, so that wrappers built later leave it alone."""
+    setattr(param, _AWAITS_NAME, False)
