@@ -1,0 +1,1 @@
+"""All tests; a regular package, so that an unrelated `tests` among the installed packages cannot take its name."""
