@@ -1,0 +1,1 @@
+"""Configuration: topic dataclasses, the flat TransformerConfig, and the rules between them."""

@@ -1,0 +1,173 @@
+"""Rules that span topics, and features that are not there: one row each.
+
+A row says when it is violated, why, and what to do instead. `refused` is invalid in itself; `not_yet` is valid and
+missing here: making the feature work means removing its row. The README's status table is rendered from these rows.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+from megatron.core.configs.base import Violation, violation
+
+Status = Literal["refused", "not_yet"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One rule; `fields` are shown with their values, separated by spaces."""
+
+    id: str
+    status: Status
+    feature: str
+    fields: str
+    violated_if: Callable[[Any], bool]
+    why: str
+    remedy: str
+
+
+def above_one(name: str) -> Callable[[Any], bool]:
+    """Violated if the size `name` is set and above 1."""
+    return lambda config: (getattr(config, name) or 1) > 1
+
+
+def one_of(name: str, *values: Any) -> Callable[[Any], bool]:
+    """Violated if `name` has one of the values, or lists one of them."""
+
+    def judge(config: Any) -> bool:
+        value = getattr(config, name)
+        return any(entry in values for entry in (value if isinstance(value, list) else [value]))
+
+    return judge
+
+
+def _not_yet(row_id: str, feature: str, fields: str, violated_if: Callable[[Any], bool], remedy: str) -> Rule:
+    return Rule(row_id, "not_yet", feature, fields, violated_if, f"{feature} is not there yet", remedy)
+
+
+NOT_YET: tuple[Rule, ...] = (
+    _not_yet(
+        "tp",
+        "tensor parallelism",
+        "tensor_model_parallel_size",
+        above_one("tensor_model_parallel_size"),
+        "set --tensor-model-parallel-size 1 and spread experts with --expert-model-parallel-size",
+    ),
+    _not_yet(
+        "pp",
+        "pipeline parallelism",
+        "pipeline_model_parallel_size",
+        above_one("pipeline_model_parallel_size"),
+        "set --pipeline-model-parallel-size 1",
+    ),
+    _not_yet(
+        "vpp",
+        "interleaved pipeline schedule",
+        "virtual_pipeline_model_parallel_size",
+        above_one("virtual_pipeline_model_parallel_size"),
+        "drop --num-virtual-stages-per-pipeline-rank",
+    ),
+    _not_yet(
+        "cp",
+        "context parallelism",
+        "context_parallel_size",
+        above_one("context_parallel_size"),
+        "set --context-parallel-size 1",
+    ),
+    _not_yet(
+        "etp",
+        "tensor parallelism inside experts",
+        "expert_tensor_parallel_size",
+        lambda config: (
+            above_one("expert_tensor_parallel_size")(config) and "expert_tensor_parallel_size" not in config.origins
+        ),
+        "set --expert-tensor-parallel-size 1",
+    ),
+    _not_yet(
+        "flex-dispatcher",
+        "the flex dispatcher (HybridEP, DeepEP)",
+        "moe_token_dispatcher_type",
+        one_of("moe_token_dispatcher_type", "flex"),
+        "use --moe-token-dispatcher-type alltoall",
+    ),
+    _not_yet(
+        "quantile-balancing",
+        "quantile balancing",
+        "moe_router_load_balancing_type",
+        one_of("moe_router_load_balancing_type", "quantile_balancing"),
+        "use --moe-router-load-balancing-type aux_loss",
+    ),
+)
+
+
+def _experts_not_divided(config: Any) -> bool:
+    experts, ranks = config.num_moe_experts, config.expert_model_parallel_size
+    return bool(experts) and ranks > 0 and experts % ranks != 0
+
+
+def _layer_pattern_wrong(config: Any) -> bool:
+    pattern = config.moe_layer_freq
+    if isinstance(pattern, list):
+        return len(pattern) != config.num_layers or any(entry not in (0, 1) for entry in pattern)
+    return pattern < 1
+
+
+REFUSED: tuple[Rule, ...] = (
+    Rule(
+        "ep-without-experts",
+        "refused",
+        "expert parallelism of a dense model",
+        "expert_model_parallel_size num_moe_experts",
+        lambda config: config.expert_model_parallel_size > 1 and not config.num_moe_experts,
+        "a dense model has no experts to spread",
+        "set --num-experts or drop --expert-model-parallel-size",
+    ),
+    Rule(
+        "ep-divides-experts",
+        "refused",
+        "experts that EP does not divide",
+        "num_moe_experts expert_model_parallel_size",
+        _experts_not_divided,
+        "every EP rank holds the same number of experts",
+        "make --num-experts a multiple of --expert-model-parallel-size",
+    ),
+    Rule(
+        "moe-layer-pattern",
+        "refused",
+        "a MoE layer pattern that does not fit the layers",
+        "moe_layer_freq num_layers",
+        lambda config: bool(config.num_moe_experts) and bool(config.num_layers) and _layer_pattern_wrong(config),
+        "the pattern is a positive integer, or one 0 or 1 for each layer",
+        "give --moe-layer-freq as many entries as --num-layers",
+    ),
+    Rule(
+        "moe-tp-needs-sp",
+        "refused",
+        "MoE with TP but without sequence parallelism",
+        "num_moe_experts tensor_model_parallel_size sequence_parallel",
+        lambda config: (
+            bool(config.num_moe_experts) and config.tensor_model_parallel_size > 1 and not config.sequence_parallel
+        ),
+        "TP ranks would route the same tokens several times",
+        "add --sequence-parallel",
+    ),
+    Rule(
+        "moe-bias-etp",
+        "refused",
+        "biased experts split by ETP",
+        "add_bias_linear expert_tensor_parallel_size",
+        lambda config: (
+            bool(config.num_moe_experts) and config.add_bias_linear and config.expert_tensor_parallel_size > 1
+        ),
+        "the bias of a split expert would be added once per shard",
+        "add --disable-bias-linear or set --expert-tensor-parallel-size 1",
+    ),
+)
+
+RULES: tuple[Rule, ...] = NOT_YET + REFUSED
+
+
+def judge(config: Any, rules: tuple[Rule, ...] = RULES) -> list[Violation]:
+    """The violations of all rules for one configuration."""
+    broken = (rule for rule in rules if rule.violated_if(config))
+    return [violation(config, rule.fields, rule.why, rule.remedy) for rule in broken]

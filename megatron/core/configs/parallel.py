@@ -1,0 +1,84 @@
+"""How the model is spread over ranks, and in which dtype it lives: the topic that upstream calls ModelParallelConfig."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+from megatron.core.configs.base import Violation, violation
+from megatron.core.configs.flag_spec import NO_FLAG, knob
+from megatron.core.configs.precision import PrecisionConfig
+
+
+@dataclasses.dataclass(kw_only=True)
+class ModelParallelConfig(PrecisionConfig):
+    """Parallelism of the model."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each weight matrix (TP)."""
+
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the layers as stages (PP)."""
+
+    virtual_pipeline_model_parallel_size: int | None = knob(None, flag="--num-virtual-stages-per-pipeline-rank")
+    """Chunks of layers on each pipeline rank (VPP)."""
+
+    context_parallel_size: int = 1
+    """Ranks that share each sequence (CP)."""
+
+    sequence_parallel: bool = False
+    """Shard the activations of norms and dropout over the TP ranks; without TP it is switched off."""
+
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts of a layer (EP)."""
+
+    expert_tensor_parallel_size: int = knob(None)
+    """TP inside an expert (ETP); unset: the TP size."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; auto takes a GPU if there is one."""
+
+    init_device: Literal["cpu", "device"] = "cpu"
+    """Where initial weights are drawn: on the CPU (same bits everywhere) or on the accelerator (large models)."""
+
+    perform_initialization: bool = knob(True, flag="--no-initialization")
+    """Draw the initial weights; the flag leaves them unset, for a model that is about to load a checkpoint."""
+
+    calculate_per_token_loss: bool = False
+    """Normalise the loss by the token count of the global batch instead of averaging per-microbatch means."""
+
+    deterministic_mode: bool = False
+    """Use kernels that repeat bit for bit, and check the environment variables that could prevent it."""
+
+    finalize_model_grads_func: Callable[..., Any] | None = knob(None, flag=NO_FLAG)
+    """Called by the schedule after the last microbatch: reduces gradients and runs the step hooks."""
+
+    grad_scale_func: Callable[..., Any] | None = knob(None, flag=NO_FLAG)
+    """Multiplies the loss before backward; the optimizer's loss scaling."""
+
+    no_sync_func: Callable[..., Any] | None = knob(None, flag=NO_FLAG)
+    """Context manager under which backward leaves gradients unreduced."""
+
+    grad_sync_func: Callable[..., Any] | None = knob(None, flag=NO_FLAG)
+    """Starts the reduction of a chunk's gradients."""
+
+    timers: Any = knob(None, flag=NO_FLAG)
+    """Timers of the training loop; None measures nothing."""
+
+    def derive(self) -> None:
+        """Resolve the sizes that follow from others."""
+        self.fill("expert_tensor_parallel_size", self.tensor_model_parallel_size, "tensor_model_parallel_size")
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            self.replace("sequence_parallel", False, "tensor_model_parallel_size=1: nothing to shard over")
+
+    def check(self) -> list[Violation]:
+        """Sizes are positive."""
+        sizes = (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+        )
+        wrong = [name for name in sizes if getattr(self, name) is not None and getattr(self, name) < 1]
+        return [violation(self, name, "a group has at least one rank", "use 1 or more") for name in wrong]

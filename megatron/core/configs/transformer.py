@@ -1,0 +1,22 @@
+"""The flat configuration of a model: all topics in one class, under upstream's name."""
+
+import dataclasses
+
+from megatron.core.configs.architecture import ArchitectureConfig
+from megatron.core.configs.base import Violation
+from megatron.core.configs.compat import judge
+from megatron.core.configs.moe import MoEConfig
+from megatron.core.configs.parallel import ModelParallelConfig
+
+
+@dataclasses.dataclass(kw_only=True)
+class TransformerConfig(MoEConfig, ArchitectureConfig, ModelParallelConfig):
+    """Everything that the modules of a model read; construction derives open values and reports all violations."""
+
+    def derive(self) -> None:
+        """Values that follow from other topics."""
+        self.fill("moe_ffn_hidden_size", self.ffn_hidden_size, "ffn_hidden_size")
+
+    def check(self) -> list[Violation]:
+        """The rules that span topics."""
+        return judge(self)
