@@ -1,0 +1,1 @@
+"""How boxes become files: plans, guarded metadata, durable writes."""
