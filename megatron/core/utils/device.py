@@ -2,6 +2,7 @@
 
 import torch
 
+from megatron.core import env
 from megatron.core.errors import ConfigError
 
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
@@ -10,7 +11,7 @@ DEVICE_CHOICES = ("auto", "cpu", "cuda")
 def resolve_device(device: str) -> torch.device:
     """Turn "auto", "cpu" or "cuda" into a device with an index; "auto" takes CUDA where there is one.
 
-    CUDA means the current CUDA device of this process, which the launcher sets from its local rank.
+    CUDA means the device whose number is the launcher's LOCAL_RANK, 0 without a launcher.
     """
     if device not in DEVICE_CHOICES:
         raise ConfigError(f"device={device!r}: unknown device; choose one of {', '.join(DEVICE_CHOICES)}.")
@@ -18,4 +19,10 @@ def resolve_device(device: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("device='cuda': torch finds no CUDA device on this machine; use --device cpu or auto.")
-    return torch.device("cuda", torch.cuda.current_device())
+    index, count = env.local_rank(), torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"device={device!r} with LOCAL_RANK={index}: this machine shows {count} CUDA devices; start at most {count} "
+            "processes on it or use --device cpu."
+        )
+    return torch.device("cuda", index)

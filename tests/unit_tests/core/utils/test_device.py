@@ -25,3 +25,13 @@ def test_missing_gpu_is_refused_with_a_remedy(monkeypatch):
 def test_unknown_device_lists_the_choices():
     with pytest.raises(ConfigError, match="device='tpu': .* auto, cpu, cuda"):
         resolve_device("tpu")
+
+
+def test_cuda_takes_the_local_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert resolve_device("auto") == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match="LOCAL_RANK=2: this machine shows 2 CUDA devices"):
+        resolve_device("cuda")
