@@ -1,0 +1,1 @@
+"""Small classes that hook into the training loop; one concern each."""

@@ -1,0 +1,116 @@
+"""From a parsed command line to a process that may compute and communicate.
+
+Order: device, process groups, batch sizes, seeds, determinism. Under torchrun the rendezvous comes from its environment;
+without it the process is a world of one. CPU runs talk through gloo; GPU runs through NCCL, and through gloo for what
+lives on the host unless that is switched off.
+"""
+
+import argparse
+import datetime
+import logging
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import env, parallel_state
+from megatron.core.errors import ConfigError
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rank_generator import DEFAULT_ORDER
+from megatron.core.tensor_parallel.random import set_random_seed
+from megatron.core.timers import Timers
+from megatron.core.tokenizers import build_tokenizer
+from megatron.core.utils.device import resolve_device
+from megatron.core.utils.logging import get_logger, get_rank, log_single_rank, setup_logging
+from megatron.training import global_vars
+from megatron.training.writers import build_writers
+
+logger = get_logger(__name__)
+
+TP_PP_DP_ORDER = "tp-cp-ep-pp-dp"
+"""Rank order of --use-tp-pp-dp-mapping."""
+
+
+def initialize_megatron(args: argparse.Namespace) -> torch.device:
+    """Make this process ready to build a model; returns the device it computes on.
+
+    Sets the training globals. Every rank of the launch must call it with equal arguments.
+    """
+    setup_logging(args.logging_level if args.logging_level is not None else logging.INFO)
+    global_vars.set_args(args)
+    global_vars.set_timers(Timers(args.timing_log_level, args.timing_log_option))
+    device = choose_device(args.device)
+    if args.deterministic_mode:
+        use_deterministic_kernels()
+    init_distributed(args, device)
+    pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    init_num_microbatches_calculator(
+        get_rank(),
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+        step_batch_size_schedule=args.step_batch_size_schedule,
+        seq_length=args.seq_length,
+    )
+    set_random_seed(
+        args.seed,
+        data_parallel_random_init=args.data_parallel_random_init,
+        device=device,
+        pg_collection=pg_collection,
+    )
+    global_vars.set_tokenizer(build_tokenizer(args))
+    build_writers(args)
+    log_single_rank(logger, logging.INFO, f"device: {device}, world size: {dist.get_world_size()}")
+    return device
+
+
+def choose_device(name: str) -> torch.device:
+    """Resolve "auto", "cpu" or "cuda" and make the GPU of the local rank current."""
+    if name != "cpu" and torch.cuda.is_available():
+        local_rank = env.local_rank()
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"LOCAL_RANK={local_rank} with {torch.cuda.device_count()} visible GPUs: each process of a host needs "
+                "a GPU of its own; start fewer processes per host or pass --device cpu."
+            )
+        torch.cuda.set_device(local_rank)
+    return resolve_device(name)
+
+
+def use_deterministic_kernels() -> None:
+    """Make torch refuse or replace kernels whose result depends on timing."""
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def init_distributed(args: argparse.Namespace, device: torch.device) -> None:
+    """Join the world of the launcher, or make one of a single process, then build all model-parallel groups."""
+    if device.type == "cpu":
+        backend = "gloo"
+    elif args.distributed_backend == "gloo" or not args.use_gloo_process_groups:
+        backend = args.distributed_backend
+    else:
+        backend = "cpu:gloo,cuda:nccl"
+    timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+    if env.world_size() is None:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        order=TP_PP_DP_ORDER if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+    )
+
+
+def shut_down() -> None:
+    """Leave the process groups; graphs that captured collectives must be gone before."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,105 @@
+"""Bytes that the model state of one rank takes, computed from the arguments before anything is allocated.
+
+Legend: h hidden size, q and kv widths of query heads and of key (or value) heads, f MLP width, E experts per rank.
+Activations are not part of the estimate.
+"""
+
+import argparse
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.utils.logging import get_logger, log_single_rank
+from megatron.training.flops import moe_layer_flags
+
+logger = get_logger(__name__)
+
+MEBIBYTE = 1024 * 1024
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Elements of the parameters of one rank, by the group that reduces their gradients."""
+
+    dense: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        """All elements."""
+        return self.dense + self.expert
+
+
+def _norm(args: argparse.Namespace, width: int) -> int:
+    return width * (1 if args.normalization == "RMSNorm" else 2)
+
+
+def _mlp(args: argparse.Namespace, ffn_size: int, has_bias: bool) -> int:
+    """Elements of one MLP of width `ffn_size`: fc1 (gate and up if gated), fc2 and their biases."""
+    h, fc1_rows = args.hidden_size, ffn_size * (2 if args.swiglu else 1)
+    return fc1_rows * h + h * ffn_size + (fc1_rows + h if has_bias else 0)
+
+
+def _attention(args: argparse.Namespace) -> int:
+    h, q = args.hidden_size, args.kv_channels * args.num_attention_heads
+    qkv_rows = q + 2 * args.kv_channels * args.num_query_groups
+    biases = (qkv_rows if args.add_qkv_bias else 0) + (h if args.add_bias_linear else 0)
+    qk_norms = 2 * _norm(args, args.kv_channels) if args.qk_layernorm else 0
+    return qkv_rows * h + h * q + biases + qk_norms
+
+
+def _shared_experts(args: argparse.Namespace) -> int:
+    if not args.moe_shared_expert_intermediate_size:
+        return 0
+    gate = args.hidden_size if args.moe_shared_expert_gate else 0
+    return _mlp(args, args.moe_shared_expert_intermediate_size, has_bias=False) + gate
+
+
+def rank_parameters(args: argparse.Namespace) -> RankParameters:
+    """Count the parameters that one rank holds."""
+    h = args.hidden_size
+    flags = moe_layer_flags(args.num_layers, args.moe_layer_freq, args.num_experts)
+    num_moe, num_dense = flags.count(True), flags.count(False)
+    dense = args.padded_vocab_size * h * (2 if args.untie_embeddings_and_output_weights else 1)
+    if args.position_embedding_type == "learned_absolute":
+        dense += args.max_position_embeddings * h
+    dense += len(flags) * (_attention(args) + 2 * _norm(args, h)) + _norm(args, h)
+    dense += num_dense * _mlp(args, args.ffn_hidden_size, args.add_bias_linear)
+    if not num_moe:
+        return RankParameters(dense, 0)
+    dense += num_moe * (args.num_experts * h + _shared_experts(args))
+    local_experts = args.num_experts // args.expert_model_parallel_size
+    expert = num_moe * local_experts * _mlp(args, args.moe_ffn_hidden_size, args.add_bias_linear)
+    return RankParameters(dense, expert)
+
+
+def parameter_bytes(args: argparse.Namespace) -> int:
+    """Bytes of the weights of one rank."""
+    return rank_parameters(args).total * torch.finfo(args.params_dtype).bits // 8
+
+
+def optimizer_bytes_per_element(args: argparse.Namespace) -> int:
+    """Bytes of optimizer state per parameter: moments, and a main copy of half-precision weights."""
+    moments = {"adam": 2, "sgd": 1 if args.sgd_momentum else 0}[args.optimizer]
+    main_copy = 0 if args.params_dtype == torch.float32 else 1
+    return FP32_BYTES * (moments + main_copy)
+
+
+def report_memory_estimate(args: argparse.Namespace) -> None:
+    """Log on rank 0 what weights, main gradients and optimizer state of a rank will take."""
+    count = rank_parameters(args)
+    grad_bytes = 2 if args.grad_reduce_in_bf16 else FP32_BYTES
+    parts = {
+        "weights": parameter_bytes(args),
+        "main gradients": count.total * grad_bytes,
+        "optimizer": count.total * optimizer_bytes_per_element(args),
+    }
+    text = ", ".join(f"{name} {size / MEBIBYTE:.1f}" for name, size in parts.items())
+    log_single_rank(
+        logger,
+        logging.INFO,
+        f"parameters on a rank: {count.dense} dense + {count.expert} expert; MiB of model state: {text}, "
+        f"together {sum(parts.values()) / MEBIBYTE:.1f} (activations not counted)",
+    )

@@ -1,0 +1,84 @@
+"""Builds what a step needs: the wrapped model, the optimizer and the schedule of its learning rate."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.optimizer import OptimizerParamScheduler, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils.logging import get_logger
+from megatron.training.arguments import config_from_args
+
+logger = get_logger(__name__)
+
+
+def build_model(
+    model_provider: Callable[..., torch.nn.Module],
+    args: argparse.Namespace,
+    device: torch.device,
+    pg_collection: ProcessGroupCollection,
+) -> list[torch.nn.Module]:
+    """Build the model chunk of this rank, move it to the device and wrap it for data parallelism.
+
+    Weights are drawn on the CPU by global name before the move, so all ranks of a data-parallel group start equal and
+    nothing has to be broadcast.
+    """
+    module = model_provider(pre_process=True, post_process=True).to(device)
+    wrapped = DistributedDataParallel(
+        config=module.config,
+        ddp_config=config_from_args(DistributedDataParallelConfig, args),
+        module=module,
+        pg_collection=pg_collection,
+    )
+    return [wrapped]
+
+
+def connect_schedule(config: Any, optimizer: Any) -> None:
+    """Give the schedule its hooks: scale the loss before backward, complete the gradients after the last microbatch."""
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+
+
+def build_optimizer(
+    args: argparse.Namespace, model: list[torch.nn.Module], pg_collection: ProcessGroupCollection
+) -> tuple[Any, OptimizerParamScheduler]:
+    """Build the optimizer for all chunks and the schedule that drives its learning rate and weight decay."""
+    optimizer = get_megatron_optimizer(config_from_args(OptimizerConfig, args), model, pg_collection=pg_collection)
+    return optimizer, build_scheduler(args, optimizer)
+
+
+def build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:
+    """Turn the iterations or samples of the command line into a schedule that counts samples."""
+    if args.train_samples:
+        unit, total, decay = 1, args.train_samples, args.lr_decay_samples
+        warmup, anneal = args.lr_warmup_samples, args.lr_wsd_decay_samples
+    else:
+        unit, total, decay = args.global_batch_size, args.train_iters, args.lr_decay_iters
+        warmup, anneal = args.lr_warmup_iters, args.lr_wsd_decay_iters
+    decay_steps = (decay or total) * unit
+    if args.lr_warmup_fraction is not None:
+        warmup_steps = args.lr_warmup_fraction * decay_steps
+    else:
+        warmup_steps = warmup * unit
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay,
+        wd_incr_steps=total * unit,
+        wd_incr_style=args.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        wsd_decay_steps=None if anneal is None else anneal * unit,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )

@@ -1,0 +1,98 @@
+"""One training step: gradients of all microbatches, then the optimizer, then the schedule of the learning rate."""
+
+from collections.abc import Iterable, Mapping
+from math import isfinite
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils.groups import group_size
+from megatron.training.train_state import StepResult, TrainingRun
+
+
+def sum_losses(reports: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Add up the [loss sum, token count] pairs of microbatches.
+
+    Shapes: per report and key [2] -> per key [2], float64.
+    """
+    totals: dict[str, torch.Tensor] = {}
+    for report in reports:
+        for key, pair in report.items():
+            pair = pair.detach().reshape(2).to(torch.float64)
+            totals[key] = totals[key] + pair if key in totals else pair
+    return totals
+
+
+def mean_losses(totals: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> dict[str, float]:
+    """Turn the summed pairs of this rank into token-weighted means over the ranks of `group`.
+
+    Shapes: per key [2] -> a number per key; 0 where no token counts.
+    Host:   one all-reduce of all pairs together, then one read.
+    """
+    if not totals:
+        return {}
+    pairs = torch.stack(list(totals.values()))  # [keys, 2]
+    if group_size(group) > 1:
+        dist.all_reduce(pairs, group=group)
+    return {key: total / count if count else 0.0 for key, (total, count) in zip(totals, pairs.tolist(), strict=True)}
+
+
+def refuse_non_finite(losses: Mapping[str, float], iteration: int) -> None:
+    """Stop on a loss that is inf or nan, on all ranks alike, before the optimizer can spread it."""
+    bad = {key: value for key, value in losses.items() if not isfinite(value)}
+    if bad:
+        raise RuntimeError(
+            f"iteration {iteration}: {', '.join(f'{key}={value}' for key, value in bad.items())}: the loss must be "
+            "finite; lower the learning rate or look at the data, or pass --no-check-for-nan-in-loss-and-grad."
+        )
+
+
+def compute_gradients(run: TrainingRun) -> dict[str, float]:
+    """Forward and backward over all microbatches; the gradients of every rank are complete afterwards."""
+    for chunk in run.model:
+        chunk.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    reports = get_forward_backward_func()(
+        forward_step_func=run.forward_step_func,
+        data_iterator=run.train_iterator,
+        model=run.model,
+        num_microbatches=get_num_microbatches(),
+        seq_length=run.args.seq_length,
+        micro_batch_size=run.args.micro_batch_size,
+        forward_only=False,
+    )
+    return mean_losses(sum_losses(reports), run.pg_collection.dp_cp)
+
+
+def train_step(run: TrainingRun) -> StepResult:
+    """Do one step and say how it went. Counters of `run.state` are left to the caller."""
+    args = run.args
+    num_microbatches, batch_size = get_num_microbatches(), get_current_global_batch_size()
+    losses = compute_gradients(run)
+    if args.check_for_nan_in_loss_and_grad:
+        refuse_non_finite(losses, run.state.iteration + 1)
+    if args.empty_unused_memory_level >= 1 and run.device.type == "cuda":
+        torch.cuda.empty_cache()
+    is_updated, grad_norm, num_zeros = run.optimizer.step()
+    if is_updated:
+        run.scheduler.step(increment=batch_size)
+    if args.empty_unused_memory_level >= 2 and run.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return StepResult(
+        losses=losses,
+        is_skipped=not is_updated,
+        grad_norm=grad_norm,
+        num_zeros_in_grad=num_zeros,
+        num_microbatches=num_microbatches,
+        batch_size=batch_size,
+    )
+
+
+def skip_step(run: TrainingRun) -> int:
+    """Consume the data of one step without using it (--iterations-to-skip); returns the samples passed over."""
+    if run.train_iterator is not None:
+        for _ in range(get_num_microbatches()):
+            next(run.train_iterator)
+    return get_current_global_batch_size()

@@ -1,0 +1,175 @@
+"""`pretrain`: from a command line to a trained model, and the loop itself.
+
+parse arguments -> initialise -> build model, optimizer, data -> train -> evaluate -> leave
+"""
+
+import argparse
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron.core.enums import ModelType
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils.logging import get_logger, log_single_rank
+from megatron.training.arguments import parse_args
+from megatron.training.callbacks.base import Callback, CallbackList
+from megatron.training.callbacks.evaluation import PeriodicEvaluation
+from megatron.training.callbacks.exit import ExitConditions
+from megatron.training.callbacks.gc import ManualGC
+from megatron.training.callbacks.metrics import TrainingLog
+from megatron.training.callbacks.profiler import Profiler, is_profiled
+from megatron.training.callbacks.progress import ProgressBar, is_terminal
+from megatron.training.data_loaders import build_train_valid_test_data_iterators
+from megatron.training.evaluation import evaluate_and_print
+from megatron.training.flops import num_floating_point_operations
+from megatron.training.initialize import initialize_megatron, shut_down
+from megatron.training.memory_estimate import report_memory_estimate
+from megatron.training.model_setup import build_model, build_optimizer, connect_schedule
+from megatron.training.train_state import StepResult, TrainingRun
+from megatron.training.train_step import skip_step, train_step
+from megatron.training.writers import close_writers
+
+logger = get_logger(__name__)
+
+
+def pretrain(
+    train_valid_test_dataset_provider: Callable[..., Any],
+    model_provider: Callable[..., torch.nn.Module],
+    model_type: ModelType,
+    forward_step_func: Callable[..., Any],
+    *,
+    extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
+    argv: Sequence[str] | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> TrainingRun:
+    """Run the program that the command line describes; returns the finished run.
+
+    Args:
+        train_valid_test_dataset_provider: maps [train, valid, test] sample counts to three datasets.
+        model_provider: builds the module of this rank from `pre_process` and `post_process`.
+        model_type: only `ModelType.encoder_or_decoder` exists.
+        forward_step_func: maps (data iterator, model) to (output, loss function).
+        extra_args_provider: adds flags to the parser.
+        argv: words of the command line; None means those of the process.
+        callbacks: run after the standard ones on every hook.
+    """
+    assert model_type == ModelType.encoder_or_decoder, f"model_type={model_type}: this tree trains decoders only"
+    start_time = time.monotonic()
+    args = parse_args(argv, extra_args_provider)
+    device = initialize_megatron(args)
+    try:
+        run = build_run(args, device, train_valid_test_dataset_provider, model_provider, forward_step_func)
+        run.callbacks = CallbackList([*standard_callbacks(args, start_time), *callbacks])
+        if not args.skip_train:
+            train(run)
+        if run.exit_reason is None:
+            evaluate_at_end(run)
+        log_single_rank(logger, logging.INFO, f"counters: {dict(run.counters)}")
+    finally:
+        close_writers()
+    shut_down()
+    return run
+
+
+def build_run(
+    args: argparse.Namespace,
+    device: torch.device,
+    dataset_provider: Callable[..., Any],
+    model_provider: Callable[..., torch.nn.Module],
+    forward_step_func: Callable[..., Any],
+) -> TrainingRun:
+    """Build model, optimizer, schedule and data of this rank."""
+    pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    report_memory_estimate(args)
+    model = build_model(model_provider, args, device, pg_collection)
+    optimizer, scheduler = build_optimizer(args, model, pg_collection)
+    model_config = model[0].config
+    connect_schedule(model_config, optimizer)
+    train_iterator, valid_iterator, test_iterator = build_train_valid_test_data_iterators(dataset_provider)
+    return TrainingRun(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        model_config=model_config,
+        pg_collection=pg_collection,
+        device=device,
+        forward_step_func=forward_step_func,
+        train_iterator=train_iterator,
+        valid_iterator=valid_iterator,
+        test_iterator=test_iterator,
+    )
+
+
+def standard_callbacks(args: argparse.Namespace, start_time: float) -> list[Callback]:
+    """What a run does beside its steps, in the order in which it happens after each of them."""
+    callbacks: list[Callback] = [TrainingLog()]
+    if is_terminal():
+        callbacks.append(ProgressBar())
+    if args.eval_interval and args.eval_iters:
+        callbacks.append(PeriodicEvaluation(args.eval_interval))
+    callbacks.append(
+        ExitConditions(
+            exit_signal=args.exit_signal if args.exit_signal_handler else None,
+            duration_minutes=args.exit_duration_in_mins,
+            interval=args.exit_interval,
+            start_time=start_time,
+        )
+    )
+    if args.manual_gc:
+        callbacks.append(ManualGC(args.manual_gc_interval, around_evaluation=args.manual_gc_eval))
+    if is_profiled(args):
+        callbacks.append(Profiler(args))
+    return callbacks
+
+
+def train(run: TrainingRun) -> None:
+    """Repeat steps until the last iteration, or until a callback asks to stop."""
+    args, state, callbacks = run.args, run.state, run.callbacks
+    callbacks.on_train_start(run)
+    try:
+        while state.iteration < args.train_iters and run.exit_reason is None:
+            update_num_microbatches(state.consumed_train_samples)
+            if state.iteration + 1 in args.iterations_to_skip:
+                pass_over(run, skip_step(run))
+                continue
+            callbacks.on_step_start(run)
+            result = train_step(run)
+            advance(run, result)
+            callbacks.on_step_end(run, result)
+    finally:
+        callbacks.on_train_end(run)
+    if run.exit_reason is not None:
+        log_single_rank(logger, logging.INFO, run.exit_reason)
+
+
+def advance(run: TrainingRun, result: StepResult) -> None:
+    """Count one step."""
+    state = run.state
+    state.iteration += 1
+    state.consumed_train_samples += result.batch_size
+    state.floating_point_operations_so_far += num_floating_point_operations(run.args, result.batch_size)
+    run.counters["steps"] += 1
+    run.counters["skipped steps"] += result.is_skipped
+
+
+def pass_over(run: TrainingRun, num_samples: int) -> None:
+    """Count an iteration whose data was consumed without a step."""
+    run.state.iteration += 1
+    run.state.consumed_train_samples += num_samples
+    run.state.skipped_train_samples += num_samples
+    run.counters["passed over"] += 1
+
+
+def evaluate_at_end(run: TrainingRun) -> None:
+    """Validation and test loss after the last iteration."""
+    if not run.args.eval_iters:
+        return
+    where = f"iteration {run.state.iteration}"
+    for iterator, name in ((run.valid_iterator, "validation"), (run.test_iterator, "test")):
+        if iterator is not None:
+            evaluate_and_print(run, iterator, f"{where} on {name} set")

@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""Pretrain a GPT model, dense or mixture-of-experts: `torchrun pretrain_gpt.py <flags>` or plain `python`.
+
+This file says what the model, the data and the loss are; `megatron.training` does the rest.
+"""
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.errors import USER_ERRORS, exit_code
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.utils.device import resolve_device
+from megatron.core.utils.upcast import upcast
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.batch import get_batch
+from megatron.training.global_vars import get_args, get_tokenizer
+from megatron.training.training import pretrain
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True) -> GPTModel:
+    """Build the GPT model of this rank from the arguments."""
+    args = get_args()
+    config = core_transformer_config_from_args(args)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_decoder_block_spec(config),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+    )
+
+
+def loss_func(
+    loss_mask: torch.Tensor, token_losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum the losses of unmasked tokens.
+
+    Shapes: [b, s], [b, s] -> loss sum [], token count int [], and the pair [2] that is reported.
+    """
+    losses = upcast(token_losses)
+    loss_sum = (losses * loss_mask.to(losses.dtype)).sum()
+    num_tokens = loss_mask.sum().to(torch.int64)
+    report = torch.stack([loss_sum.detach(), num_tokens.to(losses.dtype)])
+    return loss_sum, num_tokens, {"lm loss": report}
+
+
+def forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """Run the model on the next micro batch; returns token losses [b, s] and the function that sums them."""
+    device = resolve_device(get_args().device)
+    batch = get_batch(data_iterator, device, parallel_state.get_process_group_collection().cp)
+    token_losses = model(batch["tokens"], batch["position_ids"], attention_mask=None, labels=batch["labels"])
+    return token_losses, partial(loss_func, batch["loss_mask"])
+
+
+def train_valid_test_datasets_provider(num_samples: list[int | None]) -> tuple[Any, Any, Any]:
+    """Build the datasets for [train, valid, test] sample counts."""
+    args = get_args()
+    config = core_gpt_dataset_config_from_args(args)
+    dataset_type = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(dataset_type, num_samples, lambda: True, config).build()
+
+
+def main() -> int:
+    """Train; a mistake of the user ends in a message and an exit code, not in a traceback."""
+    try:
+        pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step)
+    except USER_ERRORS as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return exit_code(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
