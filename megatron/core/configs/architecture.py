@@ -64,6 +64,18 @@ class ArchitectureConfig(ConfigTopic):
     rotary_interleaved: bool = False
     """Rotate even and odd pairs of a head instead of its halves."""
 
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
+    """Attention kernel: flash, fused (cuDNN), plain matrix products (unfused, local), or torch's choice (auto)."""
+
+    apply_query_key_layer_scaling: bool = False
+    """Divide attention scores by the layer number and multiply it back inside an fp32 softmax, for fp16 runs."""
+
+    attention_softmax_in_fp32: bool = False
+    """Softmax of the plain attention in fp32; flash and fused kernels do so anyway."""
+
+    bias_activation_fusion: bool = knob(False, flag="--no-bias-gelu-fusion", dest="bias_gelu_fusion", arg_default=True)
+    """GELU after a bias uses the tanh form of Megatron's fused kernel; the flag asks for the exact form."""
+
     attention_dropout: float = 0.1
     """Dropout on attention probabilities."""
 
@@ -72,6 +84,12 @@ class ArchitectureConfig(ConfigTopic):
 
     init_method_std: float = 0.02
     """Standard deviation of the normal initialisation; output projections divide it by sqrt(2 * num_layers)."""
+
+    init_method: Callable[[torch.Tensor], object] | None = knob(None, flag=NO_FLAG)
+    """In-place initialiser of a matrix that reads the residual stream; unset: normal with init_method_std."""
+
+    output_layer_init_method: Callable[[torch.Tensor], object] | None = knob(None, flag=NO_FLAG)
+    """In-place initialiser of a matrix that writes to the residual stream; unset: as init_method_std says."""
 
     def derive(self) -> None:
         """Fill the open sizes; impossible divisions are left to check()."""

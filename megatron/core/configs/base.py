@@ -5,7 +5,10 @@ base walks the inheritance order, so a topic needs to know only its own fields.
 """
 
 import dataclasses
-from typing import Any, TypeVar
+import difflib
+import functools
+import typing
+from typing import Any, Literal, TypeVar
 
 from megatron.core.errors import ConfigError
 
@@ -76,8 +79,8 @@ class ConfigTopic:
                 topic.derive(self)  # type: ignore[attr-defined]
 
     def violations(self) -> list[Violation]:
-        """Every broken rule of every topic, in inheritance order."""
-        found: list[Violation] = []
+        """Values that are none of the choices, then every broken rule of every topic, in inheritance order."""
+        found = self._wrong_choices()
         for topic in reversed(type(self).__mro__):
             if "check" in topic.__dict__:
                 found.extend(topic.check(self))  # type: ignore[attr-defined]
@@ -92,3 +95,28 @@ class ConfigTopic:
         """Overwrite a field, remembering why."""
         setattr(self, name, value)
         self.origins[name] = origin
+
+    def _wrong_choices(self) -> list[Violation]:
+        found = []
+        for name, choices in literal_choices(type(self)).items():
+            value = getattr(self, name)
+            wrong = [entry for entry in (value if isinstance(value, list) else [value]) if entry not in choices]
+            if wrong and value is not None:
+                known = ", ".join(str(choice) for choice in choices)
+                close = difflib.get_close_matches(str(wrong[0]), [str(choice) for choice in choices], n=1)
+                hint = f"did you mean {close[0]}" if close else f"choose one of {known}"
+                found.append(violation(self, name, f"{wrong[0]!r} is none of {known}", hint))
+        return found
+
+
+@functools.cache
+def literal_choices(cls: type) -> dict[str, tuple[Any, ...]]:
+    """The fields whose annotation lists the possible values, with these."""
+    found = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        members = [hint, *typing.get_args(hint)]
+        members += [inner for member in members for inner in typing.get_args(member)]
+        literals = [member for member in members if typing.get_origin(member) is Literal]
+        if literals:
+            found[name] = typing.get_args(literals[0])
+    return found

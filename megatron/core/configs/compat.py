@@ -31,16 +31,6 @@ def above_one(name: str) -> Callable[[Any], bool]:
     return lambda config: (getattr(config, name) or 1) > 1
 
 
-def one_of(name: str, *values: Any) -> Callable[[Any], bool]:
-    """Violated if `name` has one of the values, or lists one of them."""
-
-    def judge(config: Any) -> bool:
-        value = getattr(config, name)
-        return any(entry in values for entry in (value if isinstance(value, list) else [value]))
-
-    return judge
-
-
 def _not_yet(row_id: str, feature: str, fields: str, violated_if: Callable[[Any], bool], remedy: str) -> Rule:
     return Rule(row_id, "not_yet", feature, fields, violated_if, f"{feature} is not there yet", remedy)
 
@@ -82,20 +72,6 @@ NOT_YET: tuple[Rule, ...] = (
             above_one("expert_tensor_parallel_size")(config) and "expert_tensor_parallel_size" not in config.origins
         ),
         "set --expert-tensor-parallel-size 1",
-    ),
-    _not_yet(
-        "flex-dispatcher",
-        "the flex dispatcher (HybridEP, DeepEP)",
-        "moe_token_dispatcher_type",
-        one_of("moe_token_dispatcher_type", "flex"),
-        "use --moe-token-dispatcher-type alltoall",
-    ),
-    _not_yet(
-        "quantile-balancing",
-        "quantile balancing",
-        "moe_router_load_balancing_type",
-        one_of("moe_router_load_balancing_type", "quantile_balancing"),
-        "use --moe-router-load-balancing-type aux_loss",
     ),
 )
 

@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import textwrap
 import types
 import typing
@@ -66,7 +67,7 @@ def field_docs(cls: type) -> dict[str, str]:
             continue
         tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
         body = typing.cast(ast.ClassDef, tree.body[0]).body
-        for node, following in zip(body, body[1:]):
+        for node, following in itertools.pairwise(body):
             is_field = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
             if is_field and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
                 docs[node.target.id] = inspect.cleandoc(str(following.value.value))  # type: ignore[union-attr]

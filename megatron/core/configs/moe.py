@@ -7,7 +7,7 @@ from megatron.core.configs.base import ConfigTopic, Violation, violation
 from megatron.core.configs.flag_spec import knob
 from megatron.core.configs.list_expression import int_or_list
 
-BalancingType = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
+BalancingType = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -80,7 +80,7 @@ class MoEConfig(ConfigTopic):
     moe_router_force_biased: float | None = None
     """Standard deviation of a random bias per expert, for benchmarks only."""
 
-    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
     """How tokens travel to the ranks of their experts."""
 
     moe_expert_capacity_factor: float | None = None

@@ -1,4 +1,4 @@
-"""How the model is spread over ranks, and in which dtype it lives: the topic that upstream calls ModelParallelConfig."""
+"""How the model is spread over ranks, on which device and how it is driven: upstream's ModelParallelConfig."""
 
 import dataclasses
 from collections.abc import Callable

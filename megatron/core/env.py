@@ -1,0 +1,62 @@
+"""Every environment variable that this tree reads, typed; an unreadable value is an error that names the variable.
+
+Nothing is read at import. Variables that only libraries read are listed too where the configuration checks them.
+"""
+
+import os
+
+from megatron.core.errors import ConfigError
+
+
+def _text(name: str, default: str | None = None) -> str | None:
+    value = os.environ.get(name)
+    return default if value is None or value == "" else value
+
+
+def _integer(name: str, default: int | None, minimum: int = 0) -> int | None:
+    text = _text(name)
+    if text is None:
+        return default
+    if not text.lstrip("-").isdigit() or int(text) < minimum:
+        raise ConfigError(f"{name}={text!r}: an integer from {minimum} on is needed; correct or unset the variable")
+    return int(text)
+
+
+def rank() -> int:
+    """RANK: this process among all; 0 without a launcher."""
+    return _integer("RANK", 0) or 0
+
+
+def world_size() -> int | None:
+    """WORLD_SIZE: number of processes; None without a launcher."""
+    return _integer("WORLD_SIZE", None, minimum=1)
+
+
+def local_rank() -> int:
+    """LOCAL_RANK: this process among those of its host; 0 without a launcher."""
+    return _integer("LOCAL_RANK", 0) or 0
+
+
+def master_addr() -> str | None:
+    """MASTER_ADDR: host of the rendezvous; None without a launcher."""
+    return _text("MASTER_ADDR")
+
+
+def nccl_algo() -> str | None:
+    """NCCL_ALGO: collective algorithms; deterministic mode allows some of them."""
+    return _text("NCCL_ALGO")
+
+
+def cublas_workspace_config() -> str | None:
+    """CUBLAS_WORKSPACE_CONFIG: fixed workspaces make cuBLAS repeatable."""
+    return _text("CUBLAS_WORKSPACE_CONFIG")
+
+
+def nvte_allow_nondeterministic_algo() -> str | None:
+    """NVTE_ALLOW_NONDETERMINISTIC_ALGO: 0 forbids Transformer Engine kernels that do not repeat."""
+    return _text("NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+
+
+def set_default(name: str, value: str) -> None:
+    """Set a variable for libraries that are loaded later, unless the user has set it."""
+    os.environ.setdefault(name, value)

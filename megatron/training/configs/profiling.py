@@ -1,0 +1,45 @@
+"""Which steps and ranks are profiled, and how."""
+
+import dataclasses
+
+from megatron.core.configs.base import ConfigTopic, Violation, violation
+from megatron.core.configs.flag_spec import knob
+
+
+@dataclasses.dataclass(kw_only=True)
+class ProfilingConfig(ConfigTopic):
+    """Profiling."""
+
+    profile: bool = False
+    """Start and stop a profiler at the given steps."""
+
+    profile_step_start: int = 10
+    """First step that is profiled."""
+
+    profile_step_end: int = 12
+    """Step at which profiling stops."""
+
+    profile_ranks: list[int] = knob([])
+    """Ranks that are profiled; none given: all."""
+
+    use_pytorch_profiler: bool = False
+    """Use torch.profiler and write its trace into the TensorBoard folder."""
+
+    pytorch_profiler_collect_shapes: bool = False
+    """Record shapes in the trace."""
+
+    pytorch_profiler_collect_callstack: bool = False
+    """Record call stacks in the trace."""
+
+    record_memory_history: bool = False
+    """Record what the GPU's allocator does."""
+
+    memory_snapshot_path: str = "snapshot.pickle"
+    """File of that record."""
+
+    def check(self) -> list[Violation]:
+        """The profiled steps are a range."""
+        if not self.profile or self.profile_step_start < self.profile_step_end:
+            return []
+        remedy = "raise --profile-step-end"
+        return [violation(self, "profile_step_start profile_step_end", "the range of steps is empty", remedy)]

@@ -1,0 +1,71 @@
+"""Flags of precision and memory: FP8, optimizer state dtypes, recompute, graphs, offload."""
+
+from megatron.training.flag_table.rows import ValueRow, negative, no_effect, not_yet, refused, switch, value, words
+
+OFFLOAD_MODULES = "attn_norm|qkv_linear|core_attn|attn_proj|mlp_norm|expert_fc1|moe_act|fused_group_mlp"
+RECOMPUTE_MODULES = (
+    "core_attn|moe_act|layernorm|mla_up_proj|mlp|moe|shared_experts|gdn_norm_out|gdp_in_proj|gdp_qkv|mhc"
+)
+
+FEATURES = (
+    not_yet(
+        "activation recompute",
+        "drop the flag, and lower --micro-batch-size if memory is short",
+        value("--recompute-granularity", str, None, "full|selective"),
+        value("--recompute-method", str, None, "uniform|block"),
+        value("--recompute-num-layers", int),
+        words("--recompute-modules", str, None, RECOMPUTE_MODULES),
+        switch("--distribute-saved-activations"),
+    ),
+    not_yet(
+        "FP8 training",
+        "drop the flag and train with --bf16",
+        value("--fp8-format", str, None, "e4m3|hybrid", dest="fp8"),
+        value("--fp8-recipe", str, "delayed", "tensorwise|delayed|mxfp8|blockwise|rowwise"),
+        value("--fp8-margin", int, 0),
+        value("--fp8-amax-history-len", int, 1),
+        value("--fp8-amax-compute-algo", str, "most_recent", "most_recent|max"),
+        negative("--no-fp8-wgrad --disable-fp8-wgrad", "fp8_wgrad"),
+        switch("--fp8-param-gather"),
+        switch("--first-last-layers-bf16"),
+        value("--num-layers-at-start-in-bf16", int, 1),
+        value("--num-layers-at-end-in-bf16", int, 1),
+        switch("--moe-router-padding-for-quantization"),
+        switch("--reuse-grad-buf-for-mxfp8-param-ag"),
+    ),
+    not_yet(
+        "optimizer states in other dtypes",
+        "drop the flag: states are fp32",
+        switch("--use-precision-aware-optimizer"),
+        value("--main-grads-dtype", str, "fp32", "fp32|bf16"),
+        value("--main-params-dtype", str, "fp32", "fp32|fp16"),
+        value("--exp-avg-dtype", str, "fp32", "fp32|fp16|bf16|fp8"),
+        value("--exp-avg-sq-dtype", str, "fp32", "fp32|fp16|bf16|fp8"),
+    ),
+    not_yet(
+        "CUDA graphs",
+        "drop the flag: steps run eagerly",
+        value("--cuda-graph-impl", str, "none", "none|local|transformer_engine|full_iteration"),
+        words("--cuda-graph-modules", str, [], "attn|mlp|moe|moe_router|moe_preprocess|mamba"),
+        switch("--optimizer-cuda-graph"),
+    ),
+    no_effect(
+        "settings of CUDA graphs",
+        "steps run eagerly, random states need no special tracker",
+        value("--cuda-graph-warmup-steps", int, 3),
+        switch("--te-rng-tracker"),
+    ),
+    refused(
+        "offload to the host",
+        "drop the flag, and spread experts with --expert-model-parallel-size if memory is short",
+        value("--cpu-offloading-num-layers", int, 0),
+        switch("--optimizer-cpu-offload"),
+        value("--optimizer-offload-fraction", float, 1.0),
+        switch("--fine-grained-activation-offloading"),
+        words("--offload-modules", str, None, OFFLOAD_MODULES),
+        negative("--no-pin-cpu-grads", "pin_cpu_grads"),
+        negative("--no-pin-cpu-params", "pin_cpu_params"),
+    ),
+)
+
+VALUES = (ValueRow("fp8_recipe", ("custom",), "refused", "FP8 recipes from user code", "use --fp8-recipe tensorwise"),)

@@ -1,0 +1,75 @@
+"""Flags of mixture-of-experts layers: kernels, the flex dispatcher, overlap, device-side budgets."""
+
+from megatron.training.flag_table.rows import ValueRow, no_effect, not_yet, switch, value, words
+
+FEATURES = (
+    no_effect(
+        "choice of MoE kernels",
+        "the plain form of the same maths runs",
+        switch("--moe-permute-fusion"),
+        switch("--moe-router-fusion"),
+    ),
+    not_yet(
+        "shared experts beside the dispatch",
+        "drop the flag: shared experts run in line",
+        switch("--moe-shared-expert-overlap"),
+    ),
+    not_yet(
+        "the flex dispatcher (HybridEP, DeepEP)",
+        "use --moe-token-dispatcher-type alltoall and drop the flag",
+        value("--moe-flex-dispatcher-backend", str, "deepep", "deepep|hybridep|ncclep"),
+        value("--moe-flex-dispatcher-num-sms", int),
+        switch("--moe-permute-fusion-into-hybridep"),
+        value("--moe-hybridep-num-blocks-permute", int),
+        value("--moe-hybridep-num-blocks-unpermute", int),
+        switch("--moe-hybridep-pad-uneven-dispatch-inputs"),
+        value("--moe-hybridep-engine", str, "auto", "auto|symm_mem|collective|deep_ep"),
+        value("--moe-dispatch-fwd-dtype", str, "bf16", "bf16|fp8|mxfp8"),
+        value("--moe-combine-bwd-dtype", str, "bf16", "bf16|mxfp8"),
+        strict=True,
+    ),
+    not_yet(
+        "overlap of expert communication",
+        "drop the flag",
+        switch("--overlap-moe-expert-parallel-comm"),
+        switch("--delay-wgrad-compute"),
+        switch("--overlap-dispatch-backward-with-experts-wgrad"),
+        switch("--ep-overlap-early-attn-memory-release"),
+        switch("--high-priority-a2a-comm-stream"),
+        switch("--log-overlap"),
+        switch("--check-streams"),
+    ),
+    not_yet(
+        "dropless MoE with a static budget",
+        "drop the flag, or use --moe-expert-capacity-factor",
+        value("--moe-expert-rank-capacity-factor", float),
+        words("--moe-rank-capacity-tiers", float),
+        switch("--moe-paged-stash"),
+        value("--moe-paged-stash-page-size", int, 64),
+        value("--moe-paged-stash-buffer-size-factor-cuda", float, 1.1),
+        value("--moe-paged-stash-buffer-size-factor-cpu", float, 0.0),
+    ),
+    not_yet(
+        "expert layers of Transformer Engine",
+        "drop the flag: --moe-grouped-gemm uses torch's grouped GEMM",
+        switch("--use-transformer-engine-op-fuser"),
+        switch("--moe-use-grouped-tensor"),
+    ),
+)
+
+VALUES = (
+    ValueRow(
+        "moe_token_dispatcher_type",
+        ("flex",),
+        "not_yet",
+        "the flex dispatcher (HybridEP, DeepEP)",
+        "use --moe-token-dispatcher-type alltoall",
+    ),
+    ValueRow(
+        "moe_router_load_balancing_type",
+        ("quantile_balancing",),
+        "not_yet",
+        "quantile balancing",
+        "use --moe-router-load-balancing-type aux_loss",
+    ),
+)

@@ -1,0 +1,91 @@
+"""Flags of parallelism: pipelines, communication, the sharded optimizer."""
+
+from megatron.training.flag_table.rows import ValueRow, negative, no_effect, not_yet, refused, switch, value, words
+
+FEATURES = (
+    not_yet(
+        "pipeline parallelism",
+        "drop the flag and use --pipeline-model-parallel-size 1",
+        value("--num-layers-per-virtual-pipeline-stage", int),
+        value("--pipeline-model-parallel-layout", str),
+        value("--decoder-first-pipeline-num-layers", int),
+        value("--decoder-last-pipeline-num-layers", int),
+        switch("--account-for-embedding-in-pipeline-split"),
+        switch("--account-for-loss-in-pipeline-split"),
+        value("--microbatch-group-size-per-virtual-pipeline-stage", int, dest="microbatch_group_size_per_vp_stage"),
+        negative("--no-overlap-p2p-communication", "overlap_p2p_comm"),
+        switch("--overlap-p2p-communication-warmup-flush", dest="overlap_p2p_comm_warmup_flush"),
+    ),
+    no_effect(
+        "alignment of pipeline stages",
+        "there is one pipeline stage",
+        negative("--no-align-param-gather", "align_param_gather"),
+        negative("--no-align-grad-reduce --disable-align-grad-reduce", "align_grad_reduce"),
+    ),
+    not_yet(
+        "context parallelism",
+        "drop the flag and use --context-parallel-size 1",
+        words("--cp-comm-type", str, ["p2p"], "p2p|a2a|allgather|a2a+p2p"),
+    ),
+    not_yet(
+        "overlap of tensor-parallel communication",
+        "drop the flag",
+        switch("--tp-comm-overlap"),
+        negative("--no-tp-comm-bulk-dgrad", "tp_comm_bulk_dgrad"),
+        negative("--no-tp-comm-bulk-wgrad", "tp_comm_bulk_wgrad"),
+    ),
+    not_yet(
+        "NCCL settings per group",
+        "set NCCL's environment variables and drop the flag",
+        value("--nccl-communicator-config-path", str),
+    ),
+    not_yet(
+        "the distributed optimizer (ZeRO-1)",
+        "drop the flag: every rank keeps the whole optimizer state",
+        switch("--use-distributed-optimizer"),
+        switch("--overlap-param-gather"),
+        value("--num-distributed-optimizer-instances", int, 1),
+    ),
+    no_effect(
+        "weight gradients inside the GEMM",
+        "weight gradients are added to the main gradients after their GEMM",
+        negative("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion"),
+        negative("--no-gradient-reduce-div-fusion", "gradient_reduce_div_fusion"),
+        negative("--no-barrier-with-level-1-timing", "barrier_with_L1_time"),
+    ),
+    refused(
+        "Megatron-FSDP",
+        "use data parallelism and drop the flag",
+        switch("--use-megatron-fsdp"),
+        value("--data-parallel-sharding-strategy", str, "no_shard", "no_shard|optim|optim_grads|optim_grads_params"),
+        value("--outer-dp-sharding-strategy", str, "no_shard", "no_shard|optim"),
+        value("--megatron-fsdp-main-params-dtype", str),
+        value("--megatron-fsdp-main-grads-dtype", str),
+        value("--megatron-fsdp-grad-comm-dtype", str),
+        switch("--keep-fp8-transpose-cache"),
+    ),
+    refused(
+        "the Muon family of optimizers",
+        "use --optimizer adam and drop the flag",
+        value("--muon-momentum", float, 0.9),
+        value("--muon-scale-mode", str, "spectral", "spectral|unit_rms_norm|shape_scaling"),
+        value("--muon-extra-scale-factor", float, 1.0),
+        negative("--no-use-layer-wise-param-layout", "use_layer_wise_param_layout"),
+    ),
+    not_yet(
+        "runs without a cluster (fake process group)",
+        "drop the flag: without torchrun a single process needs no launcher",
+        switch("--fake-process-group"),
+    ),
+)
+
+VALUES = (
+    ValueRow(
+        "optimizer",
+        ("muon", "dist_muon", "adaptive_muon"),
+        "refused",
+        "the Muon family of optimizers",
+        "use --optimizer adam",
+    ),
+    ValueRow("optimizer", ("lion", "soap"), "refused", "the optimizers Lion and SOAP", "use --optimizer adam"),
+)
