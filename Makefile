@@ -89,8 +89,8 @@ test-gpu:
 lint: install-ci
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/pyright
-	$(VENV)/bin/lint-imports --config pyproject.toml
+	$(VENV)/bin/pyright --pythonpath $(PY)
+	$(VENV)/bin/lint-imports
 
 gates: lint check-docs
 	$(PYTEST) -q tests/unit_tests/test_architecture.py

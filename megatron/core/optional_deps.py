@@ -1,11 +1,11 @@
 """The only place where an import may fail: packages that some feature uses and that nobody must have.
 
 Ask with `is_available(name)`, use with `require(name)`. A package that is asked for and absent is a
-`MissingDependencyError` that names the step which installs it; nothing falls back silently. Nothing is imported before it
-is asked for, so importing this module is free.
+`MissingDependencyError` that names the step which installs it; nothing falls back silently. Nothing is imported before
+it is asked for, so importing this module is free.
 
-`triton_jit` and `tl` let a Triton kernel and its plain version share a file: with Triton they are the real things, without
-it a kernel can be defined but not launched.
+`triton_jit` and `tl` let a Triton kernel and its plain version share a file: with Triton they are the real things,
+without it a kernel can be defined but not launched.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -39,6 +39,9 @@ PACKAGES: dict[str, OptionalPackage] = {
         "apex.optimizers", "build it from source against the installed CUDA, or use an NVIDIA PyTorch container"
     ),
     "deep_ep": OptionalPackage("deep_ep", "build DeepEP from source against the installed CUDA and NVSHMEM"),
+    "helpers_cpp": OptionalPackage(
+        "megatron.core.datasets.helpers_cpp", "pip install -e . where a C++ compiler and pybind11 are"
+    ),
     "pybind11": OptionalPackage("pybind11", "pip install pybind11"),
     "sentencepiece": OptionalPackage("sentencepiece", "pip install 'megatron-moe[tokenizers]'"),
     "tensorboard": OptionalPackage("torch.utils.tensorboard", "pip install 'megatron-moe[tensorboard]'"),
@@ -54,7 +57,7 @@ PACKAGES: dict[str, OptionalPackage] = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def _attempt(name: str) -> tuple[ModuleType | None, str]:
     """Import a package of the table once; return the module, or None and the reason."""
     try:
