@@ -1,0 +1,218 @@
+"""Data parallelism: main gradients in contiguous buffers, reduced bucket by bucket over the replicas.
+
+One step:
+
+    zero_grad_buffer()
+    with no_sync():  forward, backward        all microbatches but the last: gradients only accumulate
+    forward, backward                         the last: with overlap, full buckets start reducing during backward
+    finish_grad_sync()                        starts what has not started, waits for all
+
+    compute  | bwd layer 3 | bwd layer 2 | bwd layer 1 | bwd layer 0 |
+    comm                   | bucket 0: 3, 2            | bucket 1: 1, 0 |
+
+Buckets start in one fixed order, the one in which reverse registration fills them, in whatever order they become full:
+every rank then issues the same sequence of collectives also where, say, an expert without tokens finishes early.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.configs.parallel import ModelParallelConfig
+from megatron.core.distributed.bucket_group import BucketGroup, BucketState
+from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.distributed.grad_scaling import GradReduction, grad_reduction
+from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, get_main_grad, main_grad_dtype
+from megatron.core.distributed.param_layout import HIGH_BUSBW_ALIGNMENT, default_bucket_size, plan_buffer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils.collectives import broadcast
+from megatron.core.utils.groups import group_rank, group_size
+from megatron.core.utils.logging import get_rank
+
+
+def is_expert_parameter(param: torch.nn.Parameter) -> bool:
+    """True if the replicas of `param` are the expert data parallel ranks, not all data parallel ranks."""
+    return not getattr(param, "allreduce", True)
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Wraps a model chunk; gradients end in `param.main_grad`, never in `param.grad`.
+
+    A parameter whose weight gradient is computed after backward has `skip_backward_post_hook = True` and is reported
+    by `mark_param_ready` once its gradient was added to `main_grad`.
+    """
+
+    def __init__(
+        self,
+        config: ModelParallelConfig,
+        ddp_config: DistributedDataParallelConfig,
+        module: torch.nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """Allocate the buffers and install the hooks; communicates nothing."""
+        super().__init__()
+        self.module = module
+        self.config = config
+        self.ddp_config = ddp_config
+        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        self.params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+        self._position = {param: i for i, param in enumerate(self.params.values())}
+        self._bucket_size = self._choose_bucket_size(disable_bucketing)
+        self.buffers_by_kind: dict[tuple[torch.dtype, bool], ParamAndGradBuffer] = {}
+        self.bucket_groups: list[BucketGroup] = []
+        for kind in sorted({self._kind(param) for param in self.params.values()}, key=str):
+            self._build_buffer(kind)
+        self._order_buckets()
+        self._bucket_of = {param: bucket for bucket in self.bucket_groups for param in bucket.params.values()}
+        self._num_started = 0
+        self._is_last_microbatch = True
+        self._hooks = [param.register_post_accumulate_grad_hook(self._on_grad) for param in self.params.values()]
+
+    # Construction.
+
+    @staticmethod
+    def _kind(param: torch.nn.Parameter) -> tuple[torch.dtype, bool]:
+        return param.dtype, is_expert_parameter(param)
+
+    def _choose_bucket_size(self, disable_bucketing: bool) -> int | None:
+        """Elements per bucket; None means one bucket: splitting gains nothing without overlap or on later stages."""
+        cfg = self.ddp_config
+        if disable_bucketing or not cfg.overlap_grad_reduce or group_rank(self.pg_collection.pp) > 0:
+            return None
+        if cfg.num_buckets is not None:
+            return max(1, sum(param.numel() for param in self.params.values()) // cfg.num_buckets)
+        return cfg.bucket_size or default_bucket_size(group_size(self.pg_collection.dp_cp))
+
+    def _reduction(self, is_expert: bool) -> tuple[GradReduction, dist.ProcessGroup | None]:
+        groups = self.pg_collection
+        reduction = grad_reduction(
+            is_expert=is_expert,
+            dp_cp_size=group_size(groups.dp_cp),
+            expt_dp_size=group_size(groups.expt_dp),
+            per_token_loss=self.config.calculate_per_token_loss,
+            average_in_collective=self.ddp_config.average_in_collective,
+        )
+        return reduction, groups.expt_dp if is_expert else groups.dp_cp
+
+    def _build_buffer(self, kind: tuple[torch.dtype, bool]) -> None:
+        """Lay out the parameters of one kind and cut their buffer into buckets."""
+        named = [(name, param) for name, param in self.params.items() if self._kind(param) == kind]
+        alignment = HIGH_BUSBW_ALIGNMENT if self.ddp_config.pad_buckets_for_high_nccl_busbw else 1
+        layout = plan_buffer([param.numel() for _, param in named], self._bucket_size, alignment)
+        dtype = main_grad_dtype(kind[0], bool(self.ddp_config.grad_reduce_in_fp32))
+        buffer = ParamAndGradBuffer(dict(named), dtype, layout)
+        self.buffers_by_kind[kind] = buffer
+        reduction, group = self._reduction(is_expert=kind[1])
+        for bucket in layout.buckets:
+            members = dict(named[i] for i in bucket.params)
+            data = buffer.grad_data[bucket.start : bucket.end]
+            self.bucket_groups.append(BucketGroup(len(self.bucket_groups), members, data, reduction, group))
+
+    def _order_buckets(self) -> None:
+        """Sort by the parameter that backward reaches last, and number the buckets anew."""
+        self.bucket_groups.sort(key=lambda b: -min(self._position[param] for param in b.params.values()))
+        for index, bucket in enumerate(self.bucket_groups):
+            bucket.index = index
+
+    # Backward.
+
+    def _on_grad(self, param: torch.nn.Parameter) -> None:
+        """Move a fresh gradient into the buffer; autograd calls this once per backward, also for a None gradient."""
+        if param.grad is not None:
+            get_main_grad(param).add_(param.grad)
+            param.grad = None
+        if not getattr(param, "skip_backward_post_hook", False):
+            self.mark_param_ready(param)
+
+    def mark_param_ready(self, param: torch.nn.Parameter) -> None:
+        """Note that `main_grad` of `param` is complete; counts only with overlap and in the last microbatch."""
+        if not (self.ddp_config.overlap_grad_reduce and self._is_last_microbatch):
+            return
+        self._bucket_of[param].mark_ready(param)
+        while self._num_started < len(self.bucket_groups) and self.bucket_groups[self._num_started].is_full:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        bucket = self.bucket_groups[self._num_started]
+        if self.ddp_config.check_for_nan_in_grad:
+            bucket.raise_if_not_finite()
+        bucket.start(async_op=self.ddp_config.overlap_grad_reduce)
+        self._num_started += 1
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate only: gradients of this microbatch are not the last ones."""
+        before, self._is_last_microbatch = self._is_last_microbatch, False
+        try:
+            yield
+        finally:
+            self._is_last_microbatch = before
+
+    # The step.
+
+    def start_grad_sync(self) -> None:
+        """Start every reduction that backward has not started; with overlap all parameters must be ready."""
+        if self.ddp_config.overlap_grad_reduce:
+            self._raise_if_missing()
+        while self._num_started < len(self.bucket_groups):
+            self._start_next()
+
+    def finish_grad_sync(self) -> None:
+        """Start what is left and wait until every gradient is reduced."""
+        self.start_grad_sync()
+        for bucket in self.bucket_groups:
+            bucket.finish()
+
+    def _raise_if_missing(self) -> None:
+        missing = [name for bucket in self.bucket_groups[self._num_started :] for name in bucket.missing_names()]
+        if missing:
+            raise RuntimeError(
+                f"rank {get_rank()}: overlap_grad_reduce=True: no gradient arrived in the last microbatch for "
+                f"{', '.join(missing)}; a bucket starts when all its parameters took part in backward, so use the "
+                "parameter in forward, set its requires_grad to False, or drop --overlap-grad-reduce."
+            )
+
+    def zero_grad_buffer(self) -> None:
+        """Clear the gradients and begin a new step."""
+        for buffer in self.buffers_by_kind.values():
+            buffer.zero()
+        for bucket in self.bucket_groups:
+            bucket.reset()
+        self._num_started = 0
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiply all gradients by a number or a one-element tensor []; only after the reduction."""
+        for bucket in self.bucket_groups:
+            assert bucket.state is BucketState.REDUCED, (
+                f"bucket {bucket.index} was scaled while {bucket.state.value}; call finish_grad_sync() first"
+            )
+        for buffer in self.buffers_by_kind.values():
+            buffer.scale(factor)
+
+    def broadcast_params(self) -> None:
+        """Give all replicas of a parameter the values of the first one."""
+        for param in self.module.parameters():
+            group = self.pg_collection.expt_dp if is_expert_parameter(param) else self.pg_collection.dp_cp
+            broadcast(param.data, group)
+
+    # The wrapped module shines through.
+
+    def global_name(self, local_name: str) -> str:
+        """Name of a parameter without the level that this wrapper adds."""
+        return local_name.removeprefix("module.")
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module."""
+        return self.module(*inputs, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The wrapped module's, without a prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's, without a prefix."""
+        return self.module.load_state_dict(*args, **kwargs)

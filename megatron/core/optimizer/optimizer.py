@@ -1,0 +1,223 @@
+"""The optimizer of a whole model: dense and expert parameters, one gradient norm, one clip coefficient, one step.
+
+step():
+    1. collect the gradients (the main gradients of the buffers, in fp32 or fp64);
+    2. with a loss scale: divide by it and look for infinity and NaN; all ranks skip the step if one rank found any;
+    3. norm of the unsharded model's gradient, and the number of its zeros if asked for;
+    4. clip;
+    5. update the main parameters (torch's fused kernels) and round them into the model's.
+
+State is kept by the parameter's global name, so that it can be saved and loaded without knowing the order of groups.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.optimizer.clip_grads import clip_by_total_norm, count_zeros, total_norm, unique_tensors
+from megatron.core.optimizer.grad_scaler import build_grad_scaler
+from megatron.core.optimizer.main_params import MainParams
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_groups import build_param_groups
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils.collectives import MAX, all_reduce
+
+SAVED_GROUP_KEYS = ("lr", "weight_decay")
+"""What a saved group restores. Everything else is configuration, which the new run states itself."""
+
+MAIN_PARAM = "main_param"
+"""Key of a main copy among the saved tensors of its parameter."""
+
+
+class MegatronOptimizer:
+    """Adam or SGD over `named_params`, pairs of (global name, parameter) that are equal on all replicas."""
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        named_params: Iterable[tuple[str, torch.nn.Parameter]],
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        """Build groups, main copies and zero moments; communicates the keys of the groups."""
+        named_params = list(named_params)
+        if not named_params:
+            raise ConfigError("model_chunks: the model has no parameters; there is nothing to optimize.")
+        self.config = config
+        self.pg_collection = pg_collection
+        self.device = named_params[0][1].device
+        groups = build_param_groups(named_params, config, pg_collection)
+        _check_dtypes(config, groups)
+        self._main = MainParams(param for group in groups for param in group["params"])
+        main_of = dict(self._main.pairs)
+        for group in groups:
+            group["params"] = [main_of[param] for param in group["params"]]
+        self._inner = _build_inner(config, groups)
+        self._fill_state()
+        self._scaler = build_grad_scaler(config, self.device)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of `build_param_groups`; `params` are the main parameters."""
+        return self._inner.param_groups
+
+    # Loss scale.
+
+    def get_loss_scale(self) -> torch.Tensor:
+        """Current loss scale [1] on the device; one without scaling."""
+        return torch.ones(1, device=self.device) if self._scaler is None else self._scaler.scale
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiply `loss` [...] by the loss scale."""
+        return loss if self._scaler is None else loss * self._scaler.scale.to(loss.dtype).reshape(())
+
+    # The step.
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients outside the buffers; the buffers are cleared by their owner."""
+        for param, main in self._main.pairs:
+            main.grad = None
+            if not set_to_none and param.grad is not None:
+                param.grad.zero_()
+            else:
+                param.grad = None
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Update the model and return (updated, gradient norm before clipping, zeros in the gradient if counted).
+
+        A skipped step returns (False, None, None). Host: reads the norm, and before it the overflow flag if the loss is
+        scaled.
+        """
+        # Step 1
+        grads = self._main.collect_grads()
+        # Step 2
+        if self._scaler is not None:
+            found_inf = self._unscale(grads)
+            self._scaler.update(found_inf)
+            if found_inf:
+                return False, None, None
+        # Step 3
+        unique = unique_tensors(self._grads_by_param(), self.pg_collection)
+        norm = total_norm(unique, self.pg_collection, self.device)
+        num_zeros = None
+        if self.config.log_num_zeros_in_grad:
+            num_zeros = int(count_zeros(unique, self.pg_collection, self.device))
+        # Step 4
+        if self.config.clip_grad > 0.0:
+            clip_by_total_norm(grads, self.config.clip_grad, norm)
+        # Step 5
+        self._inner.step()
+        self._main.write_back()
+        return True, float(norm), num_zeros
+
+    def _grads_by_param(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        return ((param, main.grad) for param, main in self._main.pairs if main.grad is not None)
+
+    def _unscale(self, grads: list[torch.Tensor]) -> bool:
+        """Divide by the loss scale; True if any rank of the world has a gradient that is not finite."""
+        assert self._scaler is not None, "unscaling needs a loss scale"
+        found_inf = torch.zeros(1, dtype=torch.float32, device=self.device)
+        if grads:
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, self._scaler.inv_scale)
+        all_reduce(found_inf, self.pg_collection.world, MAX)
+        return bool(found_inf.item() > 0)
+
+    def reload_model_params(self) -> None:
+        """Renew the main copies after the model's weights were loaded without optimizer state."""
+        self._main.reload()
+
+    # State.
+
+    def _fill_state(self) -> None:
+        """Allocate what the algorithm would allocate in its first step, so that loading always finds it."""
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if self.config.optimizer == "sgd":
+                self._inner.state[param] = {"momentum_buffer": torch.zeros_like(param)}
+                continue
+            self._inner.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32, device=param.device),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.zeros_like(param),
+            }
+
+    def named_state(self) -> Iterator[tuple[str, torch.nn.Parameter, dict[str, torch.Tensor]]]:
+        """Yield (global name, model parameter, its state tensors), the live ones, in group order.
+
+        Adam: `step` [], `exp_avg`, `exp_avg_sq`; SGD: `momentum_buffer`; with half-precision parameters also
+        `main_param`. All but `step` have the parameter's shape.
+        """
+        names = (name for group in self.param_groups for name in group["names"])
+        for name, (param, main) in zip(names, self._main.pairs, strict=True):
+            tensors = {key: value for key, value in self._inner.state[main].items() if value is not None}
+            if main is not param:
+                tensors[MAIN_PARAM] = main.detach()
+            yield name, param, tensors
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that the next step depends on: `state` by name, `param_groups`, `grad_scaler`."""
+        groups = [
+            {"names": list(group["names"]), **{key: group[key] for key in SAVED_GROUP_KEYS}}
+            for group in self.param_groups
+        ]
+        return {
+            "state": {name: tensors for name, _, tensors in self.named_state()},
+            "param_groups": groups,
+            "grad_scaler": {} if self._scaler is None else self._scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()`; raises CheckpointError if parameters or their state differ."""
+        saved = state_dict["state"]
+        live = {name: tensors for name, _, tensors in self.named_state()}
+        _check_same_keys("optimizer state", live, saved)
+        for name, tensors in live.items():
+            _check_same_keys(f"optimizer state of {name!r}", tensors, saved[name])
+            for key, tensor in tensors.items():
+                _copy_saved(f"{name}.{key}", tensor, saved[name][key])
+        values_of = {name: group for group in state_dict["param_groups"] for name in group["names"]}
+        for group in self.param_groups:
+            for name in group["names"][:1]:
+                group.update({key: values_of[name][key] for key in SAVED_GROUP_KEYS})
+        if self._scaler is not None and state_dict["grad_scaler"]:
+            self._scaler.load_state_dict(state_dict["grad_scaler"])
+        self._main.write_back()
+
+
+def _build_inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Build torch's fused Adam, AdamW or SGD; groups may be empty as long as one is not."""
+    lr = 0.0 if config.lr is None else config.lr
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=config.sgd_momentum, fused=True)
+    kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
+    return kind(groups, lr=lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)
+
+
+def _check_dtypes(config: OptimizerConfig, groups: list[dict[str, Any]]) -> None:
+    """Refuse fp16 parameters without fp16: they need a loss scale that nobody would set."""
+    for group in groups:
+        for name, param in zip(group["names"], group["params"], strict=True):
+            for dtype, field in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+                if param.dtype == dtype and not getattr(config, field):
+                    raise ConfigError(
+                        f"{field}=False with parameter {name!r} in {dtype}: the optimizer must know the precision of "
+                        f"the model; set OptimizerConfig({field}=True)."
+                    )
+
+
+def _check_same_keys(what: str, live: dict[str, Any], saved: dict[str, Any]) -> None:
+    missing, extra = sorted(set(live) - set(saved)), sorted(set(saved) - set(live))
+    if missing or extra:
+        raise CheckpointError(
+            f"{what}: missing {missing or 'nothing'}, not expected {extra or 'nothing'}; load a checkpoint of the same "
+            "model, optimizer and precision, or leave its optimizer out with --no-load-optim."
+        )
+
+
+def _copy_saved(name: str, live: torch.Tensor, saved: torch.Tensor) -> None:
+    if live.shape != saved.shape or live.dtype != saved.dtype:
+        raise CheckpointError(
+            f"{name!r} is {saved.dtype} {list(saved.shape)} in the saved optimizer state, the model has {live.dtype} "
+            f"{list(live.shape)}; load a checkpoint of the same model and precision, or use --no-load-optim."
+        )
+    live.copy_(saved)

@@ -1,0 +1,109 @@
+"""Entry to the schedules: picks a plan, runs it, finalises the gradients."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from megatron.core.errors import ConfigError
+from megatron.core.pipeline_parallel.actions import PlanShape
+from megatron.core.pipeline_parallel.executor import execute
+from megatron.core.pipeline_parallel.plans import PLANS
+from megatron.core.pipeline_parallel.step import ForwardStepFunc, StepContext
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils.groups import group_rank, group_size
+
+
+def get_forward_backward_func() -> Callable[..., list[Any]]:
+    """Return the function that runs all microbatches of a step; the schedule is chosen when it is called."""
+    return run_schedule
+
+
+def run_schedule(
+    *,
+    forward_step_func: ForwardStepFunc,
+    data_iterator: Any,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    num_microbatches: int,
+    seq_length: int | None = None,
+    micro_batch_size: int | None = None,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    p2p_communicator: Any = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> list[Any]:
+    """Run forward, and unless `forward_only` backward and gradient finalisation, of `num_microbatches` microbatches.
+
+    `forward_step_func(data_iterator, model)` returns (output, loss_func); `loss_func(output)` returns (loss sum [],
+    number of tokens [], report) or (mean loss [], report). The result lists the reports in microbatch order.
+    `seq_length`, `micro_batch_size` and `decoder_seq_length` size the messages between pipeline stages, and
+    `first_val_step` concerns low-precision weight caches; nothing reads them with one stage in high precision.
+    """
+    if adjust_tensor_shapes_fn is not None or p2p_communicator is not None:
+        raise ConfigError(
+            f"adjust_tensor_shapes_fn={adjust_tensor_shapes_fn} with p2p_communicator={p2p_communicator}: there are no "
+            "messages between stages to adjust or to send; leave both out."
+        )
+    if num_microbatches < 1:
+        raise ConfigError(f"num_microbatches={num_microbatches}: a step has at least one; check the batch sizes.")
+    chunks = _as_list(model)
+    context = StepContext(
+        forward_step_func=forward_step_func,
+        data_iterators=_as_iterators(data_iterator, len(chunks)),
+        chunks=chunks,
+        config=chunks[0].config,  # type: ignore[arg-type]
+        num_microbatches=num_microbatches,
+        pg_collection=pg_collection or ProcessGroupCollection.use_mpu_process_groups(),
+        collect_non_loss_data=collect_non_loss_data,
+    )
+    shape = PlanShape(
+        num_microbatches=num_microbatches,
+        forward_only=forward_only,
+        num_chunks=len(chunks),
+        pp_size=group_size(context.pg_collection.pp),
+        pp_rank=group_rank(context.pg_collection.pp),
+    )
+    with torch.no_grad() if forward_only else nullcontext():
+        reports = execute(PLANS[plan_name(shape)](shape), context)
+    if not forward_only:
+        _finalize(context)
+    return reports
+
+
+def plan_name(shape: PlanShape) -> str:
+    """Choose the plan for a layout."""
+    if shape.pp_size > 1 or shape.num_chunks > 1:
+        raise ConfigError(
+            f"pipeline_model_parallel_size={shape.pp_size} with {shape.num_chunks} model chunks: no schedule for it is "
+            "registered; use one stage with one chunk."
+        )
+    return "no_pipelining"
+
+
+def _finalize(context: StepContext) -> None:
+    """Hand the chunks, and with a per-token loss the token count, to the configured finaliser."""
+    config = context.config
+    if config.calculate_per_token_loss and context.num_tokens is None:
+        raise ConfigError(
+            "calculate_per_token_loss=True with a loss function that returns 2 values: the number of tokens is the "
+            "divisor; return (loss sum, number of tokens, report)."
+        )
+    if config.finalize_model_grads_func is not None:
+        num_tokens = context.num_tokens if config.calculate_per_token_loss else None
+        config.finalize_model_grads_func(context.chunks, num_tokens)
+
+
+def _as_list(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    return [model] if isinstance(model, torch.nn.Module) else list(model)
+
+
+def _as_iterators(data_iterator: Any, num_chunks: int) -> list[Any]:
+    """One iterator per chunk; a single one, or None on a rank without data, serves all."""
+    if isinstance(data_iterator, list | tuple):
+        assert len(data_iterator) == num_chunks, f"{len(data_iterator)} data iterators for {num_chunks} model chunks"
+        return list(data_iterator)
+    return [data_iterator] * num_chunks
