@@ -1,0 +1,1 @@
+"""Token files, sample order, blends and samplers; see README.md."""

@@ -1,0 +1,80 @@
+"""What every tokenizer answers: text to ids and back, its special ids, and the identifiers that key index caches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from megatron.core.errors import DataError
+
+SPECIAL_NAMES = ("eod", "bos", "eos", "pad", "cls", "sep", "mask", "unk")
+
+
+class MegatronTokenizer(ABC):
+    """A mapping between text and token ids 0 to vocab_size - 1.
+
+    Special ids that a tokenizer does not have raise DataError when they are asked for; `special_ids` lists those there
+    are. `identifiers` are what the tokenizer was built from: two tokenizers with equal ones give equal ids.
+    """
+
+    def __init__(self, *paths: str, **options: Any) -> None:
+        self.unique_identifiers: dict[str, Any] = {
+            "class": type(self).__name__,
+            "tokenizer_path": list(paths),
+            **{name: str(value) for name, value in options.items()},
+        }
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens."""
+
+    @abstractmethod
+    def detokenize(self, ids: list[int]) -> str:
+        """Return the text of ids."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of ids before padding."""
+
+    def _special(self, name: str) -> int | None:
+        """Return the id of a special token by its name in SPECIAL_NAMES, or None."""
+        return None
+
+    def special_ids(self) -> dict[str, int]:
+        """Return the special ids that this tokenizer has, by name."""
+        found = {name: self._special(name) for name in SPECIAL_NAMES}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _required(self, name: str) -> int:
+        value = self._special(name)
+        if value is None:
+            raise DataError(
+                f"tokenizer_type={type(self).__name__!r}: it has no {name} token; choose a tokenizer that defines one."
+            )
+        return value
+
+    @property
+    def eod(self) -> int:
+        """Id that ends a document."""
+        return self._required("eod")
+
+    @property
+    def bos(self) -> int:
+        """Id that begins a sequence."""
+        return self._required("bos")
+
+    @property
+    def eos(self) -> int:
+        """Id that ends a sequence."""
+        return self._required("eos")
+
+    @property
+    def pad(self) -> int:
+        """Id of padding."""
+        return self._required("pad")
+
+    @property
+    def pad_or_none(self) -> int | None:
+        """Id of padding, or None; it may lie outside of the vocabulary."""
+        return self._special("pad")
