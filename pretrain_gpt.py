@@ -13,7 +13,7 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.errors import USER_ERRORS, exit_code
 from megatron.core.models.gpt import GPTModel
@@ -22,7 +22,8 @@ from megatron.core.utils.device import resolve_device
 from megatron.core.utils.upcast import upcast
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.batch import get_batch
-from megatron.training.global_vars import get_args, get_tokenizer
+from megatron.training.data_loaders import core_gpt_dataset_config_from_args
+from megatron.training.global_vars import get_args
 from megatron.training.training import pretrain
 
 

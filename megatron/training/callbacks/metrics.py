@@ -1,28 +1,29 @@
 """The training log: a line every log interval and at the first iteration, scalars every TensorBoard interval.
 
-Values that need a collective (router metrics, parameter norm, state hash) are computed on all ranks, and only for steps
-that print or write something.
+Values that need a collective (router figures, parameter norm, state hash) are computed on all ranks, and only for steps
+that print or write something. Lines and scalars come from the last rank.
 """
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 import torch
 
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics
+from megatron.core.optimizer.clip_grads import params_norm
+from megatron.core.transformer.moe.moe_logging import LOSS_LABELS, MoEMetrics
 from megatron.core.utils.logging import emit, get_world_size
 from megatron.training.callbacks.base import Callback
+from megatron.training.evaluation import LOG_RANK
 from megatron.training.flops import num_floating_point_operations
 from megatron.training.global_vars import get_timers
 from megatron.training.log_line import LogValues, format_log_line
-from megatron.training.params_norm import params_norm
 from megatron.training.state_hash import state_hash
 from megatron.training.train_state import StepResult, TrainingRun
 from megatron.training.training_log import IntervalSums
 from megatron.training.writers import write_plain_scalars, write_scalars
 
-LOG_RANK = -1
-"""The last rank prints, because with pipeline stages only the last one knows the loss."""
+INTERVAL_TIMER = "interval-time"
 
 
 class TrainingLog(Callback):
@@ -34,11 +35,15 @@ class TrainingLog(Callback):
         self._unreported_microbatches = 0
 
     def on_train_start(self, run: TrainingRun) -> None:
-        get_timers()("interval-time", log_level=0).start(barrier=True)
+        get_timers()(INTERVAL_TIMER, log_level=0).start(barrier=True)
 
     def on_evaluate_start(self, run: TrainingRun) -> None:
-        if get_timers()("interval-time", log_level=0).is_running:
-            get_timers()("interval-time").stop()
+        timer = get_timers()(INTERVAL_TIMER, log_level=0)
+        if timer.is_running:
+            timer.stop()
+
+    def on_evaluate_end(self, run: TrainingRun) -> None:
+        get_timers()(INTERVAL_TIMER, log_level=0).start(barrier=True)
 
     def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         args, iteration = run.args, run.state.iteration
@@ -49,41 +54,44 @@ class TrainingLog(Callback):
         is_scalar = has_writer and iteration % args.tensorboard_log_interval == 0
         if not (is_line or is_scalar):
             return
-        moe = self._take_moe_metrics(run)
-        norm = params_norm(run.model, run.pg_collection) if args.log_params_norm else None
+        router_figures = self._take_router_figures(run)
+        parameters = (param for chunk in run.model for param in chunk.parameters())
+        norm = float(params_norm(parameters, run.pg_collection, run.device)) if args.log_params_norm else None
         if is_scalar:
-            self._write(run, result, moe, norm)
+            _write_step(run, result, router_figures, norm)
         if is_line:
-            self._print(run, result, norm)
+            self._end_interval(run, result, norm)
             self._is_first = False
 
-    def _take_moe_metrics(self, run: TrainingRun) -> dict[str, float]:
-        """Reduce what the routers collected since the last call and add it to the interval."""
-        means = get_moe_metrics().reduce_and_reset(self._unreported_microbatches, run.pg_collection)
+    def _take_router_figures(self, run: TrainingRun) -> dict[str, float]:
+        """Reduce what the routers collected since the last call, add it to the interval and return it."""
+        means = MoEMetrics(run.model).reduce_and_reset(self._unreported_microbatches, run.pg_collection)
         self._sums.add_moe(means, self._unreported_microbatches)
         self._unreported_microbatches = 0
         return means
 
-    def _print(self, run: TrainingRun, result: StepResult, norm: float | None) -> None:
+    def _end_interval(self, run: TrainingRun, result: StepResult, norm: float | None) -> None:
+        """Print the line of the interval; start a new interval unless this was only the first iteration."""
         args, state, sums = run.args, run.state, self._sums
         is_reset = state.iteration % args.log_interval == 0
-        seconds = get_timers()("interval-time").elapsed(reset=is_reset, barrier=True)
-        per_step = seconds / sums.num_steps()
+        timers = get_timers()
+        seconds = timers(INTERVAL_TIMER).elapsed(reset=is_reset, barrier=True)
+        seconds_per_step = seconds / sums.num_steps()
         operations = num_floating_point_operations(args, result.batch_size)
-        throughput = operations / (per_step * 1e12 * get_world_size())
-        moe = sums.mean_moe()
+        throughput = operations / (seconds_per_step * 1e12 * get_world_size())
+        router_losses, router_metrics = split_router_figures(sums.mean_moe())
         values = LogValues(
             iteration=state.iteration,
             train_iters=args.train_iters,
             consumed_samples=state.consumed_train_samples,
             skipped_samples=state.skipped_train_samples,
-            elapsed_ms_per_iteration=per_step * 1000.0,
+            elapsed_ms_per_iteration=seconds_per_step * 1000.0,
             tflops_per_gpu=throughput if args.log_throughput else None,
             tokens_per_second=sums.num_tokens / seconds if args.log_throughput else None,
-            learning_rate=learning_rate(run),
+            learning_rate=learning_rate(run.optimizer.param_groups),
             global_batch_size=result.batch_size,
-            losses=sums.mean_losses() | {key: value for key, value in moe.items() if is_loss(key)},
-            moe_metrics={key: value for key, value in moe.items() if is_line_metric(key)},
+            losses=sums.mean_losses() | router_losses,
+            moe_metrics=router_metrics,
             loss_scale=run.optimizer.get_loss_scale().item(),
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros_in_grad,
@@ -93,7 +101,63 @@ class TrainingLog(Callback):
             state_hash=state_hash(run.model, run.optimizer) if args.log_state_hash else None,
         )
         emit(format_log_line(values, datetime.now()), rank=LOG_RANK)
-        if args.log_timers_to_tensorboard and not self._is_first:
-            write_plain_scalars({"iteration-time": per_step, "throughput": throughput}, state.iteration)
+        self._report_timers(run, sums.num_steps(), seconds_per_step, throughput)
         if is_reset:
             self._sums = IntervalSums()
+
+    def _report_timers(self, run: TrainingRun, num_steps: int, seconds_per_step: float, throughput: float) -> None:
+        """Print the other timers, and write them if asked for."""
+        timers, args, iteration = get_timers(), run.args, run.state.iteration
+        if args.log_timers_to_tensorboard and not self._is_first:
+            write_plain_scalars({"iteration-time": seconds_per_step, "throughput": throughput}, iteration)
+        names = [name for name in timers.names() if name != INTERVAL_TIMER]
+        text = timers.log_string(names, normalizer=num_steps)
+        if text is not None:
+            emit(text, rank=LOG_RANK)
+
+
+def learning_rate(param_groups: list[dict[str, Any]]) -> float:
+    """The rate of the groups that follow the common schedule; of any group if all are decoupled."""
+    common = [group["lr"] for group in param_groups if not group["is_decoupled_lr"]]
+    return (common or [group["lr"] for group in param_groups])[0]
+
+
+def split_router_figures(figures: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Sort the routers' figures into losses and other values; those of single layers go to TensorBoard only."""
+    whole = {key: value for key, value in figures.items() if not key.startswith("moe/")}
+    losses = {key: value for key, value in whole.items() if key in LOSS_LABELS.values()}
+    return losses, {key: value for key, value in whole.items() if key not in losses}
+
+
+def _write_step(run: TrainingRun, result: StepResult, router_figures: Mapping[str, float], norm: float | None) -> None:
+    """Write the scalars of one step under Megatron's keys."""
+    args, state = run.args, run.state
+    scalars: dict[str, float] = {
+        "learning-rate": learning_rate(run.optimizer.param_groups),
+        "batch-size": result.batch_size,
+        **result.losses,
+    }
+    if args.log_loss_scale_to_tensorboard:
+        scalars["loss-scale"] = run.optimizer.get_loss_scale().item()
+    if args.log_world_size_to_tensorboard:
+        scalars["world-size"] = get_world_size()
+    optional = {"grad-norm": result.grad_norm, "num-zeros": result.num_zeros_in_grad, "params-norm": norm}
+    scalars.update({key: value for key, value in optional.items() if value is not None})
+    write_scalars(scalars, state.iteration, state.consumed_train_samples)
+    plain = dict(router_figures)
+    if state.skipped_train_samples:
+        plain["skipped-train-samples"] = state.skipped_train_samples
+    if args.log_memory_to_tensorboard and run.device.type == "cuda":
+        plain.update(memory_scalars(run.device))
+    write_plain_scalars(plain, state.iteration)
+
+
+def memory_scalars(device: torch.device) -> dict[str, float]:
+    """Statistics of the device's allocator under Megatron's keys."""
+    stats = torch.cuda.memory_stats(device)
+    return {
+        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
+        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
+        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
+        "mem-allocated-count": stats["allocation.all.current"],
+    }

@@ -1,0 +1,63 @@
+"""One short fingerprint of everything that training changes (--log-state-hash).
+
+Weights, reduced main gradients, persistent buffers (expert bias) and optimizer state are hashed byte by byte, each under
+its global name, and the hashes are combined in the order of the names. So the result does not depend on how buffers are
+cut into buckets or on which rank holds an expert; equal bits give equal hashes, and one changed bit on one replica gives
+another hash.
+
+Cost: every tensor is copied to the host, and one object gather over all ranks per call.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.module_api.global_names import named_global_buffers
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils.logging import get_world_size
+
+DIGEST_BYTES = 8
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Hash dtype, shape and bytes of a tensor [any]."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    head = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
+    return hashlib.blake2b(head + data, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def named_state(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (global name and kind, tensor [any]) of everything that counts on this rank."""
+    for name, param, state in optimizer.named_state():
+        yield f"{name} weight", param
+        main_grad = getattr(param, "main_grad", None)
+        if main_grad is not None:
+            yield f"{name} main_grad", main_grad
+        for key, tensor in state.items():
+            yield f"{name} {key}", tensor
+    for chunk in model:
+        for name, buffer in named_global_buffers(chunk):
+            yield f"{name} buffer", buffer
+
+
+def combine(digests_by_rank: Sequence[Mapping[str, str]]) -> str:
+    """Combine the digests of all ranks: per name the different digests, names and digests in sorted order."""
+    union: dict[str, set[str]] = {}
+    for digests in digests_by_rank:
+        for name, digest in digests.items():
+            union.setdefault(name, set()).add(digest)
+    text = "\n".join(f"{name} {' '.join(sorted(union[name]))}" for name in sorted(union))
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def state_hash(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> str:
+    """Sixteen hex digits that stand for the training state of all ranks; every rank must call it."""
+    local = {name: tensor_digest(tensor) for name, tensor in named_state(model, optimizer)}
+    by_rank: list[Any] = [local]
+    if get_world_size() > 1:
+        by_rank = [None] * get_world_size()
+        dist.all_gather_object(by_rank, local)
+    return combine(by_rank)
