@@ -23,7 +23,7 @@ from megatron.core.utils.upcast import upcast
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.batch import get_batch
 from megatron.training.data_loaders import core_gpt_dataset_config_from_args
-from megatron.training.global_vars import get_args
+from megatron.training.global_vars import get_args, get_tokenizer
 from megatron.training.training import pretrain
 
 
@@ -35,15 +35,18 @@ def model_provider(pre_process: bool = True, post_process: bool = True) -> GPTMo
         config=config,
         transformer_layer_spec=get_gpt_decoder_block_spec(config),
         vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
+        max_sequence_length=args.max_position_embeddings or args.seq_length,
         pre_process=pre_process,
         post_process=post_process,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        true_vocab_size=get_tokenizer().vocab_size,
     )
 
 

@@ -9,8 +9,9 @@ Legend: h hidden size, q width of all query heads, kv width of all key (or value
 """
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass
+
+from megatron.core.transformer.layer_layout import moe_layer_pattern
 
 FLOPS_PER_WEIGHT = 6
 """2 for the multiply-add, times 3 for forward, input gradient and weight gradient."""
@@ -91,18 +92,14 @@ def flops_per_token(shape: FlopsShape) -> float:
     return FLOPS_PER_WEIGHT * multiply_adds
 
 
-def moe_layer_flags(num_layers: int, moe_layer_freq: int | Sequence[int], num_experts: int | None) -> list[bool]:
-    """Per layer, counted from 0, whether it is a MoE layer: every freq-th one, or as the list says."""
-    if not num_experts:
-        return [False] * num_layers
-    if isinstance(moe_layer_freq, int):
-        return [layer % moe_layer_freq == 0 for layer in range(num_layers)]
-    return [bool(flag) for flag in moe_layer_freq]
+def moe_layer_flags(args: argparse.Namespace) -> list[bool]:
+    """Per layer, counted from 0, whether it is a MoE layer."""
+    return moe_layer_pattern(args.moe_layer_freq, args.num_layers) if args.num_experts else [False] * args.num_layers
 
 
 def flops_shape(args: argparse.Namespace) -> FlopsShape:
     """Read the shape of the model from parsed arguments."""
-    flags = moe_layer_flags(args.num_layers, args.moe_layer_freq, args.num_experts)
+    flags = moe_layer_flags(args)
     return FlopsShape(
         hidden_size=args.hidden_size,
         seq_length=args.seq_length,

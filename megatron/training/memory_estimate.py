@@ -60,7 +60,7 @@ def _shared_experts(args: argparse.Namespace) -> int:
 def rank_parameters(args: argparse.Namespace) -> RankParameters:
     """Count the parameters that one rank holds."""
     h = args.hidden_size
-    flags = moe_layer_flags(args.num_layers, args.moe_layer_freq, args.num_experts)
+    flags = moe_layer_flags(args)
     num_moe, num_dense = flags.count(True), flags.count(False)
     dense = args.padded_vocab_size * h * (2 if args.untie_embeddings_and_output_weights else 1)
     if args.position_embedding_type == "learned_absolute":

@@ -6,15 +6,10 @@ from typing import Any
 
 import torch
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import OptimizerParamScheduler, get_megatron_optimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils.logging import get_logger
-from megatron.training.arguments import config_from_args
-
-logger = get_logger(__name__)
+from megatron.training.arguments import ddp_config_from_args, optimizer_config_from_args
 
 
 def build_model(
@@ -31,7 +26,7 @@ def build_model(
     module = model_provider(pre_process=True, post_process=True).to(device)
     wrapped = DistributedDataParallel(
         config=module.config,
-        ddp_config=config_from_args(DistributedDataParallelConfig, args),
+        ddp_config=ddp_config_from_args(args),
         module=module,
         pg_collection=pg_collection,
     )
@@ -48,7 +43,7 @@ def build_optimizer(
     args: argparse.Namespace, model: list[torch.nn.Module], pg_collection: ProcessGroupCollection
 ) -> tuple[Any, OptimizerParamScheduler]:
     """Build the optimizer for all chunks and the schedule that drives its learning rate and weight decay."""
-    optimizer = get_megatron_optimizer(config_from_args(OptimizerConfig, args), model, pg_collection=pg_collection)
+    optimizer = get_megatron_optimizer(optimizer_config_from_args(args), model, pg_collection=pg_collection)
     return optimizer, build_scheduler(args, optimizer)
 
 
@@ -60,6 +55,7 @@ def build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamS
     else:
         unit, total, decay = args.global_batch_size, args.train_iters, args.lr_decay_iters
         warmup, anneal = args.lr_warmup_iters, args.lr_wsd_decay_iters
+    assert total, f"train_iters={args.train_iters}, train_samples={args.train_samples}: a schedule needs a length"
     decay_steps = (decay or total) * unit
     if args.lr_warmup_fraction is not None:
         warmup_steps = args.lr_warmup_fraction * decay_steps
@@ -77,8 +73,6 @@ def build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamS
         end_wd=args.end_weight_decay,
         wd_incr_steps=total * unit,
         wd_incr_style=args.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=args.override_opt_param_scheduler,
         wsd_decay_steps=None if anneal is None else anneal * unit,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )

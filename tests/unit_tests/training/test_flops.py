@@ -1,5 +1,6 @@
 """The FLOP formula against published models; figures in GFLOP per token at 4096 tokens."""
 
+import argparse
 import dataclasses
 
 import pytest
@@ -93,4 +94,5 @@ def test_published_model_costs_the_known_figure(shape, gflop):
     ],
 )
 def test_moe_layers_follow_frequency_or_list(freq, experts, flags):
-    assert moe_layer_flags(4, freq, experts) == flags
+    args = argparse.Namespace(num_layers=4, moe_layer_freq=freq, num_experts=experts)
+    assert moe_layer_flags(args) == flags
