@@ -31,7 +31,8 @@ class Violation:
 def violation(config: Any, names: str, constraint: str, remedy: str) -> Violation:
     """Build a violation about the space-separated fields `names`, showing the values they have in `config`."""
     fields = tuple(names.split())
-    subject = " with ".join(f"{name}={_show(getattr(config, name, None))}" for name in fields)
+    first, *others = (f"{name}={_show(getattr(config, name, None))}" for name in fields)
+    subject = f"{first} with {', '.join(others)}" if others else first
     return Violation(fields, subject, constraint, remedy)
 
 

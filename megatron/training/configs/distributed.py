@@ -20,18 +20,12 @@ class DistributedConfig(ConfigTopic):
     use_tp_pp_dp_mapping: bool = False
     """Order ranks as tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
 
-    world_size: int = knob(None)
-    """Processes that a tool assumes; a training run takes WORLD_SIZE of its launcher."""
-
     use_gloo_process_groups: bool = knob(True, flag="--disable-gloo-process-groups")
     """Gloo carries what lives on the host of a GPU run; the flag leaves it out."""
 
     def check(self) -> list[Violation]:
-        """Limits and sizes are positive."""
-        found = []
-        for name in ("distributed_timeout_minutes", "world_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                remedy = f"set --{name.replace('_', '-')} to 1 or more"
-                found.append(violation(self, name, "at least 1", remedy))
-        return found
+        """Limits are positive."""
+        if self.distributed_timeout_minutes >= 1:
+            return []
+        remedy = "set --distributed-timeout-minutes to 1 or more"
+        return [violation(self, "distributed_timeout_minutes", "at least 1", remedy)]

@@ -11,9 +11,6 @@ from megatron.core.configs.flag_spec import knob
 class LoggingConfig(ConfigTopic):
     """Logging."""
 
-    explain_config: bool = False
-    """Print every value with its origin and the verdict of every rule, then exit."""
-
     log_interval: int = 100
     """Steps between log lines."""
 

@@ -31,12 +31,6 @@ class ProfilingConfig(ConfigTopic):
     pytorch_profiler_collect_callstack: bool = False
     """Record call stacks in the trace."""
 
-    record_memory_history: bool = False
-    """Record what the GPU's allocator does."""
-
-    memory_snapshot_path: str = "snapshot.pickle"
-    """File of that record."""
-
     def check(self) -> list[Violation]:
         """The profiled steps are a range."""
         if not self.profile or self.profile_step_start < self.profile_step_end:

@@ -1,0 +1,246 @@
+"""Derives and judges what spans the topics of a training run, before a device or a process group is touched.
+
+Rules are rows, as in core/configs/compat.py; here they see all arguments at once. Problems come back as lines of the
+form `field=value: constraint; remedy`, followed by the flags that the user typed.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+
+from megatron.core import env
+from megatron.core.configs.base import ConfigTopic, Violation, violation
+from megatron.core.configs.compat import judge as judge_rules
+from megatron.core.errors import ConfigError
+from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator, build_batch_size_law
+from megatron.training.argument_factory import GivenArguments
+from megatron.training.check_rules import TRAINING_RULES
+from megatron.training.flag_table import FEATURES, STATES, Feature
+
+REPEATABLE_NCCL = ("Ring", "CollnetDirect", "CollnetChain", "^NVLS")
+REPEATABLE_CUBLAS = (":4096:8", ":16:8")
+SURPRISES = {
+    "moe_token_dispatcher_type": "allgather",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_dtype": None,
+    "attention_dropout": 0.1,
+    "hidden_dropout": 0.1,
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "lr_decay_style": "linear",
+}
+
+
+def judge_flag_table(args: argparse.Namespace, given: GivenArguments) -> list[str]:
+    """Refuse given flags whose feature is missing; add a notice for each that has no effect."""
+    problems = []
+    for feature in FEATURES:
+        for flag in feature.flags:
+            spelling = given.spellings.get(flag.dest)
+            if spelling is None:
+                continue
+            value = given.values[flag.dest]
+            if feature.status == "no_effect":
+                given.notices.append(f"{spelling}: accepted, has no effect here: {feature.note}")
+            elif feature.strict or value != flag.default:
+                problems.append(_refusal(flag.dest, value, spelling, feature))
+    return problems
+
+
+def _refusal(dest: str, value: Any, spelling: str, feature: Feature) -> str:
+    shown = repr(value) if isinstance(value, str) else value
+    return f"{dest}={shown}: {feature.name}: {STATES[feature.status]}; {feature.note} (given: {spelling})"
+
+
+def set_world(args: argparse.Namespace, given: GivenArguments) -> None:
+    """Ranks from the launcher; a tool may name the world, or takes the smallest one that the sizes allow."""
+    args.rank, args.local_rank = env.rank(), env.local_rank()
+    launched = env.world_size()
+    if args.explain_config and args.world_size is None and launched is None:
+        args.world_size = smallest_world(args)
+        args.origins["world_size"] = "derived from the parallel sizes: the smallest possible"
+    elif args.world_size is None or not args.explain_config:
+        if args.world_size is not None and args.world_size != (launched or 1):
+            given.problems.append(
+                f"world_size={args.world_size}: the launcher has started {launched or 1} process(es); "
+                "drop --world-size, which is for tools that train nothing"
+            )
+        args.world_size = launched or 1
+        args.origins["world_size"] = "WORLD_SIZE" if launched else "default: one process"
+
+
+def smallest_world(args: argparse.Namespace) -> int:
+    """The smallest number of ranks that both the dense and the expert sizes divide."""
+    dense = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    expert = tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    size = max(dense, expert, 1)
+    while size % max(dense, 1) or size % max(expert, 1):
+        size += 1
+    return size
+
+
+def map_to_device(args: argparse.Namespace, given: GivenArguments) -> None:
+    """Without a GPU, choices of GPU libraries become the CPU form, with one line each; `auto` is resolved."""
+    has_gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
+    backend = given.spellings.get("distributed_backend")
+    if not has_gpu and args.distributed_backend == "nccl":
+        if backend:
+            given.notices.append(f"{backend} nccl: there is no GPU, collectives run through gloo")
+        args.distributed_backend = "gloo"
+        args.origins["distributed_backend"] = "derived from device: no GPU"
+    if args.transformer_impl == "local":
+        return
+    if args.transformer_impl == "auto":
+        args.origins["transformer_impl"] = "derived from auto: the one implementation that is there"
+        given.notices.append("transformer_impl: auto takes local")
+    elif has_gpu:
+        spelling = given.spellings["transformer_impl"]
+        given.problems.append(
+            "transformer_impl='transformer_engine': layers of Transformer Engine: not there yet; "
+            f"use --transformer-impl local (given: {spelling})"
+        )
+    else:
+        given.notices.append("--transformer-impl transformer_engine: there is no GPU, local runs")
+        args.origins["transformer_impl"] = "derived from device: no GPU"
+    args.transformer_impl = "local"
+
+
+def derive_training(args: argparse.Namespace) -> None:
+    """Fill what follows from several topics: ranks per axis, batch sizes, lengths of the schedules."""
+    model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    args.data_parallel_size = max(args.world_size // max(model_ranks, 1), 1)
+    args.origins["data_parallel_size"] = "derived from world_size and the model-parallel sizes"
+    per_step = (args.micro_batch_size or 0) * args.data_parallel_size
+    if args.step_batch_size_schedule is None:
+        _fill(args, "global_batch_size", per_step or None, "micro_batch_size * data_parallel_size")
+    _fill(args, "eval_micro_batch_size", args.micro_batch_size, "micro_batch_size")
+    _fill(args, "eval_global_batch_size", args.global_batch_size or per_step or None, "global_batch_size")
+    if args.train_samples is not None:
+        _fill(args, "lr_decay_samples", args.train_samples, "train_samples")
+    elif args.train_iters is not None:
+        _fill(args, "lr_decay_iters", args.train_iters, "train_iters")
+    if args.weight_decay_incr_style == "constant":
+        _fill(args, "start_weight_decay", args.weight_decay, "weight_decay")
+        _fill(args, "end_weight_decay", args.weight_decay, "weight_decay")
+
+
+def _fill(args: argparse.Namespace, dest: str, value: Any, source: str) -> None:
+    if getattr(args, dest) is None and value is not None:
+        setattr(args, dest, value)
+        args.origins[dest] = f"derived from {source}"
+
+
+def judge(args: argparse.Namespace, drafts: list[ConfigTopic], given: GivenArguments) -> list[str]:
+    """The lines of all broken rules: topics, rules between them, batch sizes, environment."""
+    found: list[Violation] = []
+    for draft in drafts:
+        found.extend(draft.violations())
+    found.extend(judge_rules(args, TRAINING_RULES))
+    lines: dict[str, None] = {}
+    subjects = set()
+    for item in found:
+        if item.subject not in subjects and not given.unreadable.intersection(map(_dest, item.fields)):
+            subjects.add(item.subject)
+            lines[_with_flags(item, given)] = None
+    lines.update(dict.fromkeys(_batch_problems(args, given) + _idle_query_groups(args, given)))
+    if args.deterministic_mode:
+        lines.update(dict.fromkeys(make_environment_deterministic()))
+    add_notices(args, given)
+    return list(lines)
+
+
+def _with_flags(item: Violation, given: GivenArguments) -> str:
+    """The violation, and which of its values the user typed under another name."""
+    typed = [given.spellings[name] for name in map(_dest, item.fields) if name in given.spellings]
+    evident = {"--" + name.replace("_", "-") for name in item.fields}
+    unnamed = [flag for flag in dict.fromkeys(typed) if flag not in str(item) and flag not in evident]
+    return f"{item} (given: {' '.join(unnamed)})" if unnamed else str(item)
+
+
+def _dest(field: str) -> str:
+    return {"num_moe_experts": "num_experts"}.get(field, field)
+
+
+def _idle_query_groups(args: argparse.Namespace, given: GivenArguments) -> list[str]:
+    groups = given.values.get("num_query_groups")
+    if args.group_query_attention or groups in (None, args.num_attention_heads):
+        return []
+    reason = "the number of groups is read only with group-query attention"
+    remedy = "add --group-query-attention or drop --num-query-groups"
+    return [f"num_query_groups={groups} with group_query_attention=False: {reason}; {remedy}"]
+
+
+def _batch_problems(args: argparse.Namespace, given: GivenArguments) -> list[str]:
+    """Sizes that do not divide, at every point of a ramp or schedule; names the flag the user set."""
+    micro, ranks = args.micro_batch_size, args.data_parallel_size
+    if not micro or micro < 1 or (args.global_batch_size or 1) < 1 or not args.seq_length:
+        return []
+    try:
+        law = build_batch_size_law(
+            args.rampup_batch_size, args.global_batch_size, args.step_batch_size_schedule, args.seq_length
+        )
+        NumMicroBatchesCalculator(law, micro, ranks)
+    except ConfigError as error:
+        return [str(error).rstrip(".")]
+    evaluation = (args.eval_micro_batch_size or 1) * ranks
+    typed = {"eval_global_batch_size", "eval_micro_batch_size"} & set(given.spellings)
+    if typed and args.eval_global_batch_size % evaluation:
+        names = "eval_global_batch_size eval_micro_batch_size data_parallel_size"
+        remedy = f"make --eval-global-batch-size a multiple of {evaluation}"
+        return [str(violation(args, names, "each rank evaluates whole microbatches", remedy))]
+    return []
+
+
+def make_environment_deterministic() -> list[str]:
+    """Problems of variables that make kernels unrepeatable; unset ones get their repeatable value."""
+    problems = []
+    algorithms = env.nccl_algo()
+    if algorithms is not None and not set(algorithms.split(",")) <= set(REPEATABLE_NCCL):
+        known = ", ".join(REPEATABLE_NCCL)
+        problems.append(f"NCCL_ALGO={algorithms!r} with deterministic_mode=True: not repeatable; use {known}")
+    workspace = env.cublas_workspace_config()
+    if workspace is not None and workspace not in REPEATABLE_CUBLAS:
+        known = " or ".join(REPEATABLE_CUBLAS)
+        problems.append(
+            f"CUBLAS_WORKSPACE_CONFIG={workspace!r} with deterministic_mode=True: not repeatable; use {known}"
+        )
+    engine = env.nvte_allow_nondeterministic_algo()
+    if engine not in (None, "0"):
+        problems.append(
+            f"NVTE_ALLOW_NONDETERMINISTIC_ALGO={engine!r} with deterministic_mode=True: not repeatable; use 0"
+        )
+    env.set_default("NCCL_ALGO", REPEATABLE_NCCL[0])
+    env.set_default("CUBLAS_WORKSPACE_CONFIG", REPEATABLE_CUBLAS[0])
+    env.set_default("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    return problems
+
+
+def add_notices(args: argparse.Namespace, given: GivenArguments) -> None:
+    """Lines about given flags that cannot act in this combination, and about defaults that surprise."""
+    if not args.num_experts:
+        idle = [
+            flag for dest, flag in given.spellings.items() if dest.startswith("moe_") and flag != "--moe-layer-freq"
+        ]
+        _idle(given, idle, "the model has no experts")
+    if args.position_embedding_type != "rope":
+        rotary = ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor")
+        idle = [given.spellings[name] for name in rotary if name in given.spellings]
+        _idle(given, idle, f"positions are {args.position_embedding_type}")
+    if given.spellings.get("sequence_parallel") and not args.sequence_parallel:
+        _idle(given, ["--sequence-parallel"], "there is no tensor parallelism")
+    if args.num_experts and (args.moe_router_force_load_balancing or args.moe_router_force_biased is not None):
+        given.notices.append("forced routing is for benchmarks: the model does not learn to route")
+    kept = [f"{name}={value}" for name, value in SURPRISES.items() if name not in given.spellings]
+    if not args.num_experts:
+        kept = [text for text in kept if not text.startswith("moe_")]
+    if kept:
+        given.notices.append(f"defaults that surprise: {', '.join(kept)}; set them to silence this line")
+
+
+def _idle(given: GivenArguments, flags: list[str], reason: str) -> None:
+    table = {flag for feature in FEATURES for spec in feature.flags for flag in spec.spellings}
+    idle = [flag for flag in dict.fromkeys(flags) if flag not in table]
+    if idle:
+        given.notices.append(f"{' '.join(idle)}: accepted, no effect here: {reason}")

@@ -1,0 +1,158 @@
+"""Rules that span the topics of a training run, one row each; `violated_if` sees all arguments.
+
+The rows of the model alone are in core/configs/compat.py.
+"""
+
+from typing import Any
+
+from megatron.core.configs.compat import Rule
+
+
+def _refused(rule_id: str, feature: str, fields: str, violated_if: Any, why: str, remedy: str) -> Rule:
+    return Rule(rule_id, "refused", feature, fields, violated_if, why, remedy)
+
+
+def _model_ranks(args: Any) -> int:
+    return args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+
+
+def _expert_ranks(args: Any) -> int:
+    tensor = args.expert_tensor_parallel_size or 1
+    return tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+
+
+def _warmup_reaches_decay(args: Any) -> bool:
+    unit = "samples" if args.train_samples is not None else "iters"
+    decay = getattr(args, f"lr_decay_{unit}")
+    return decay is not None and getattr(args, f"lr_warmup_{unit}") >= decay > 0
+
+
+def _wsd_without_length(args: Any) -> bool:
+    unit = "samples" if args.train_samples is not None else "iters"
+    return args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None
+
+
+def _any_data(args: Any) -> bool:
+    names = (
+        "data_path",
+        "train_data_path",
+        "valid_data_path",
+        "test_data_path",
+        "data_args_path",
+        "per_split_data_args_path",
+    )
+    return args.mock_data or args.dataloader_type == "external" or any(getattr(args, name) for name in names)
+
+
+def _other_unit(name: str, unit: str) -> Rule:
+    """A schedule given in iterations in a run by samples, or the other way round."""
+    run, other = ("train_samples", "samples") if unit == "iters" else ("train_iters", "iters")
+    field, twin = f"{name}_{unit}", f"{name}_{other}".replace("_", "-")
+    conflicting = "train_iters" if unit == "iters" else "train_samples"
+    return _refused(
+        f"{field}-in-run-by-{other}",
+        "schedules in another unit than the run",
+        f"{field} {run}",
+        lambda args: (
+            bool(getattr(args, field)) and getattr(args, run) is not None and getattr(args, conflicting) is None
+        ),
+        "schedules count in the unit of the run",
+        f"use --{twin}",
+    )
+
+
+SCHEDULE_UNITS = tuple(
+    _other_unit(name, unit) for name in ("lr_decay", "lr_warmup", "lr_wsd_decay") for unit in ("iters", "samples")
+)
+
+TRAINING_RULES: tuple[Rule, ...] = (
+    *SCHEDULE_UNITS,
+    _refused(
+        "world-dense",
+        "a world that the model-parallel sizes do not divide",
+        "world_size tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size",
+        lambda args: _model_ranks(args) > 0 and args.world_size % _model_ranks(args) != 0,
+        "the number of processes must be a multiple of TP * PP * CP",
+        "start another number of processes or change the sizes",
+    ),
+    _refused(
+        "world-expert",
+        "a world that the expert-parallel sizes do not divide",
+        "world_size expert_tensor_parallel_size expert_model_parallel_size pipeline_model_parallel_size",
+        lambda args: _expert_ranks(args) > 0 and args.world_size % _expert_ranks(args) != 0,
+        "the number of processes must be a multiple of ETP * EP * PP",
+        "start another number of processes or change --expert-model-parallel-size",
+    ),
+    _refused(
+        "warmup-before-decay",
+        "a warm-up longer than the decay",
+        "lr_warmup_iters lr_decay_iters lr_warmup_samples lr_decay_samples",
+        _warmup_reaches_decay,
+        "the decay includes the warm-up and must be longer",
+        "lower --lr-warmup-iters (or -samples) or raise --lr-decay-iters (or -samples)",
+    ),
+    _refused(
+        "wsd-length",
+        "WSD without the length of its final decay",
+        "lr_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
+        _wsd_without_length,
+        "WSD ends with a decay of a given length",
+        "set --lr-wsd-decay-iters, or --lr-wsd-decay-samples in a run by samples",
+    ),
+    _refused(
+        "step-schedule-needs-samples",
+        "a batch size schedule in a run by iterations",
+        "step_batch_size_schedule train_iters",
+        lambda args: args.step_batch_size_schedule is not None and args.train_samples is None,
+        "the samples of an iteration change, so schedules cannot count iterations",
+        "give the length with --train-samples",
+    ),
+    _refused(
+        "lr-missing",
+        "training without a learning rate",
+        "lr",
+        lambda args: args.lr is None and not args.skip_train,
+        "training needs a learning rate",
+        "set --lr",
+    ),
+    _refused(
+        "warmup-starts-above-peak",
+        "a warm-up that starts above the peak",
+        "lr_warmup_init lr",
+        lambda args: args.lr is not None and args.lr_warmup_init > args.lr,
+        "warm-up rises to the peak",
+        "lower --lr-warmup-init or raise --lr",
+    ),
+    _refused(
+        "fp16-cross-entropy",
+        "an fp16 cross entropy without fp16",
+        "fp16_lm_cross_entropy fp16",
+        lambda args: args.fp16_lm_cross_entropy and not args.fp16,
+        "the logits are not in fp16",
+        "add --fp16 or drop --fp16-lm-cross-entropy",
+    ),
+    _refused(
+        "per-token-average",
+        "averaging collectives with a per-token loss",
+        "calculate_per_token_loss ddp_average_in_collective",
+        lambda args: args.calculate_per_token_loss and args.ddp_average_in_collective,
+        "per-token gradients are summed and divided by the token count afterwards",
+        "drop --ddp-average-in-collective or --calculate-per-token-loss",
+    ),
+    _refused(
+        "no-data",
+        "training without data",
+        "data_path mock_data",
+        lambda args: not _any_data(args),
+        "a run needs a source of data",
+        "set --data-path, or --mock-data for a synthetic one",
+    ),
+    _refused(
+        "no-tokenizer",
+        "training without a tokenizer",
+        "tokenizer_type",
+        lambda args: args.tokenizer_type is None,
+        "the vocabulary comes from the tokenizer",
+        "set --tokenizer-type, for instance ByteTokenizer or NullTokenizer with --vocab-size",
+    ),
+)
