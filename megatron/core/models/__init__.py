@@ -1,0 +1,1 @@
+"""Models assembled from `core/transformer` (layer L7)."""

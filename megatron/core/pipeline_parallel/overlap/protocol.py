@@ -1,0 +1,112 @@
+"""A transformer layer as stages, and the record that travels through them.
+
+    hidden -> pre_dispatch -> dispatch -> experts -> combine -> post -> hidden
+              compute         comm        compute    comm       compute
+
+`dispatch` and `combine` communicate and do nothing else. A layer without exchange (dense MLP) is `pre_dispatch` and
+`post`. Differentiable tensors are passed from stage to stage explicitly. What has no gradient and belongs to one
+microbatch is in its `LayerCall`, never on the layer: two microbatches may be inside one layer at the same time.
+
+Legend: s sequence, b batch, h width, R rows at the experts of this rank.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from megatron.core.fusions.fused_rope import RotaryTables
+
+
+@dataclass
+class LayerCall:
+    """One pass of one microbatch through one layer."""
+
+    attention_mask: torch.Tensor | None = None
+    """bool, broadcastable to [b, 1, s, s], True = masked; None leaves the mask to the attention's own type."""
+
+    rotary: RotaryTables | None = None
+    """Rotary tables, or None without rotary embedding."""
+
+    padding_mask: torch.Tensor | None = None
+    """bool [b, s], True = padding, for the statistics of the router."""
+
+    dispatch_state: Any = None
+    """The dispatcher's state, set by `pre_dispatch` and read by the stages after it."""
+
+
+class DispatchInputs(NamedTuple):
+    """What `pre_dispatch` hands on."""
+
+    rows: torch.Tensor
+    """Rows to be sent [rows, h]; in a layer without exchange the normalised hidden states [s, b, h]."""
+
+    probs: torch.Tensor | None
+    """Routing probability of each row [rows]; None without exchange."""
+
+    residual: torch.Tensor
+    """Residual stream before the MLP [s, b, h], read by `post`."""
+
+    shared_output: torch.Tensor | None
+    """Output of the shared experts [s, b, h], read by `post`."""
+
+
+class OverlapLayer(Protocol):
+    """A layer that a schedule can run stage by stage; its `forward` runs the same stages in line."""
+
+    @property
+    def has_exchange(self) -> bool:
+        """True if the layer has the stages `dispatch`, `experts` and `combine`."""
+        ...
+
+    def pre_dispatch(self, hidden_states: torch.Tensor, call: LayerCall) -> DispatchInputs:
+        """Attention, norm, router, shared experts, local preparation: [s, b, h] -> `DispatchInputs`."""
+        ...
+
+    def dispatch(self, rows: torch.Tensor, probs: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send rows [rows, h] and probabilities [rows] to their experts: [R, h], [R]."""
+        ...
+
+    def experts(self, rows: torch.Tensor, probs: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """Run the experts of this rank: [R, h], [R] -> [R, h]."""
+        ...
+
+    def combine(self, rows: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """Send rows [R, h] back to the ranks they came from: [rows, h]."""
+        ...
+
+    def post(
+        self, rows: torch.Tensor, residual: torch.Tensor, shared_output: torch.Tensor | None, call: LayerCall
+    ) -> torch.Tensor:
+        """Add up: rows [rows, h] (or [s, b, h]), residual [s, b, h], shared_output [s, b, h] -> [s, b, h]."""
+        ...
+
+
+@runtime_checkable
+class ExchangingMLP(Protocol):
+    """An MLP that exchanges tokens between ranks, cut at its communication; `MoELayer` is one.
+
+    Each part takes what the stage of the same name takes; `state` is the dispatcher's state of this microbatch.
+    """
+
+    def route_and_preprocess(
+        self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Any]:
+        """[s, b, h], padding_mask bool [b, s] -> rows [rows, h], probs [rows], shared output [s, b, h], state."""
+        ...
+
+    def dispatch(self, rows: torch.Tensor, probs: torch.Tensor, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [rows, h], probs [rows] -> [R, h], [R]."""
+        ...
+
+    def experts_compute(self, rows: torch.Tensor, probs: torch.Tensor, state: Any) -> torch.Tensor:
+        """Rows [R, h], probs [R] -> [R, h]."""
+        ...
+
+    def combine(self, rows: torch.Tensor, state: Any) -> torch.Tensor:
+        """Rows [R, h] -> [rows, h]."""
+        ...
+
+    def postprocess(self, rows: torch.Tensor, shared_output: torch.Tensor | None, state: Any) -> torch.Tensor:
+        """Rows [rows, h], shared output [s, b, h] -> [s, b, h]."""
+        ...

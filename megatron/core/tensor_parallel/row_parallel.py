@@ -1,0 +1,71 @@
+"""Linear layer whose input features are split over the tensor-parallel ranks.
+
+Legend: s sequence, b batch, i input features, o output features, tp ranks of the group.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.module_api.module import MegatronModule
+from megatron.core.module_api.parameter import InitMethod, as_init_spec, new_parameter
+from megatron.core.param_attrs import InitSpec, ParamAttrs
+from megatron.core.tensor_parallel.partition import require_single_rank
+from megatron.core.utils.divide import divide
+from megatron.core.utils.groups import group_rank, group_size
+
+
+class RowParallelLinear(MegatronModule):
+    """Y = X A^T + b with A [o, i] cut along i: each rank adds one summand of Y, the bias is added once, after the sum.
+
+    Args:
+        init_method: Recipe of the whole matrix.
+        input_is_parallel: The input holds this rank's features only, as a column-parallel layer leaves them.
+        skip_bias_add: Return the bias beside the output, for a fused add later.
+        is_expert: The weight belongs to a routed expert and `tp_group` is the expert tensor-parallel group.
+        tp_group: Ranks that share the matrix; None for this rank alone.
+
+    Raises: ConfigError if the group has more than one rank.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: InitMethod,
+        bias: bool,
+        input_is_parallel: bool,
+        skip_bias_add: bool,
+        is_expert: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(config)
+        require_single_rank(tp_group, type(self).__name__)
+        self.input_size, self.output_size = input_size, output_size
+        self.input_size_per_partition = divide(input_size, group_size(tp_group))
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        self.tp_group = tp_group
+        weight_attrs = ParamAttrs(
+            as_init_spec(init_method),
+            partition_dim=1,
+            partition_rank=group_rank(tp_group),
+            is_expert=is_expert,
+            full_shape=(output_size, input_size),
+        )
+        bias_attrs = ParamAttrs(
+            InitSpec("zeros"), is_expert=is_expert, sequence_parallel=config.sequence_parallel and not is_expert
+        )
+        self.weight = new_parameter(config, (output_size, self.input_size_per_partition), weight_attrs)
+        self.bias = new_parameter(config, (output_size,), bias_attrs) if bias else None
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Multiply; return the output and, with `skip_bias_add`, the bias that is not in it.
+
+        Shapes: input_ [..., i/tp] -> [..., o], bias [o] or None.
+        """
+        if self.skip_bias_add:
+            return F.linear(input_, self.weight), self.bias
+        return F.linear(input_, self.weight, self.bias), None

@@ -1,0 +1,151 @@
+"""Scaled dot-product attention of the `local` implementation.
+
+    softmax(scale * Q K^T + mask) V
+
+Query heads come in groups; the heads of a group share one key and one value head. Torch's fused kernels do the work,
+unless the plain path is asked for or needed: it alone scales scores by the layer number and chooses the softmax dtype.
+
+Legend: s sequence, b batch, n query heads, g key and value heads (groups), d channels of a head.
+"""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.errors import ConfigError
+from megatron.core.fusions.fused_softmax import scale_mask_softmax
+from megatron.core.module_api.module import MegatronModule
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.utils.device import resolve_device
+
+_PLAIN = ("unfused", "local")
+_GPU_KERNELS = {
+    "auto": None,
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    "fused": [SDPBackend.CUDNN_ATTENTION],
+}
+# Of the fused kernels only flash repeats bit for bit, and only under torch.use_deterministic_algorithms.
+_REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
+
+class DotProductAttention(MegatronModule):
+    """Core attention: no parameters.
+
+    Args:
+        layer_number: Counted from 1; the divisor of `apply_query_key_layer_scaling`.
+        attn_mask_type: `causal` hides later positions whatever mask is given.
+        attention_dropout: By default `config.attention_dropout`.
+        softmax_scale: By default 1 / sqrt(d).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        del pg_collection
+        self.attn_mask_type = attn_mask_type
+        self.dropout_prob = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.score_divisor = float(layer_number) if config.apply_query_key_layer_scaling else 1.0
+        self.softmax_in_fp32 = config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling
+        self.is_plain = config.attention_backend in _PLAIN or config.apply_query_key_layer_scaling
+        self.kernels = None if self.is_plain else _kernels(config)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Shapes: query [s, b, n, d], key and value [s, b, g, d], attention_mask bool broadcastable to [b, 1, s, s],
+            True = masked -> [s, b, n * d].
+        """
+        is_causal = (self.attn_mask_type if attn_mask_type is None else attn_mask_type) is AttnMaskType.causal
+        attend = self._attend_plain if self.is_plain else self._attend_fused
+        # [s, b, n, d] -> [b, n, s, d]
+        heads = (query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3))
+        output = attend(*heads, attention_mask, is_causal)
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_fused(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
+    ) -> torch.Tensor:
+        """[b, n, s, d], [b, g, s, d] -> [b, n, s, d] by one of torch's kernels."""
+        dropout = self.dropout_prob if self.training else 0.0
+        kept = None
+        if mask is not None:
+            kept = ~(mask | _later_positions(query.shape[2], query.device) if is_causal else mask)
+        with _random_region(dropout), nullcontext() if self.kernels is None else sdpa_kernel(self.kernels):
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=kept,
+                dropout_p=dropout,
+                is_causal=is_causal and kept is None,
+                scale=self.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+
+    def _attend_plain(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
+    ) -> torch.Tensor:
+        """[b, n, s, d], [b, g, s, d] -> [b, n, s, d] by matrix products."""
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        if is_causal:
+            later = _later_positions(query.shape[2], query.device)
+            mask = later if mask is None else mask | later
+        scores = torch.matmul(query * (self.scale / self.score_divisor), key.transpose(2, 3))
+        probs = scale_mask_softmax(scores, mask, self.score_divisor, self.softmax_in_fp32)
+        dropout = self.dropout_prob if self.training else 0.0
+        with _random_region(dropout):
+            probs = F.dropout(probs, dropout, self.training)
+        return torch.matmul(probs, value)
+
+
+def _kernels(config: TransformerConfig) -> list[SDPBackend] | None:
+    """Return the kernels that torch may take; None leaves the choice to torch, as on a CPU, which has only one."""
+    backend = AttnBackend(config.attention_backend).value
+    if resolve_device(config.device).type == "cpu":
+        return None
+    if backend != "auto" and config.params_dtype not in (torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"attention_backend={backend!r} with params_dtype={config.params_dtype}: the kernel is for bf16 and fp16; "
+            "add --bf16 or use --attention-backend auto."
+        )
+    if not config.deterministic_mode:
+        return _GPU_KERNELS[backend]
+    if backend == "fused":
+        raise ConfigError(
+            "attention_backend='fused' with deterministic_mode=True: cuDNN's backward does not repeat bit for bit; "
+            "use --attention-backend flash or auto."
+        )
+    return _REPEATABLE if backend == "auto" else _GPU_KERNELS[backend]
+
+
+def _later_positions(size: int, device: torch.device) -> torch.Tensor:
+    """Return bool [s, s], True where the key comes after the query."""
+    return torch.ones(size, size, dtype=torch.bool, device=device).triu_(1)
+
+
+def _random_region(dropout: float) -> AbstractContextManager[None]:
+    """Heads are split over tensor-parallel ranks, so that dropout draws from the state that differs between them."""
+    return get_cuda_rng_tracker().fork() if dropout > 0.0 else nullcontext()

@@ -1,0 +1,142 @@
+"""One layer of the decoder, cut into the stages of `pipeline_parallel/overlap/protocol`.
+
+    x ------------------------------+------------------------------------+
+    |                               |                                    |
+    input norm -> self attention -> + -> pre-MLP norm -> MLP or MoE ---> + -> output
+    '---------------- pre_dispatch ---------------'   dispatch, experts,   post
+                                                      combine
+
+`forward` runs the stages in line, so that there is one implementation of a layer. A dense MLP runs in `post`.
+
+Legend: s sequence, b batch, h width, R rows at the experts of this rank.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.fusions.fused_rope import RotaryTables
+from megatron.core.module_api.module import MegatronModule
+from megatron.core.module_api.spec_utils import build_module, get_module
+from megatron.core.pipeline_parallel.overlap.protocol import DispatchInputs, ExchangingMLP, LayerCall
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.utils.upcast import upcast
+
+
+@dataclass(kw_only=True)
+class TransformerLayerSubmodules:
+    """Specs of the parts; the two `bda` entries end a residual branch (bias, dropout, add)."""
+
+    input_layernorm: Any = IdentityOp
+    self_attention: Any
+    self_attn_bda: Any = get_bias_dropout_add
+    pre_mlp_layernorm: Any = IdentityOp
+    mlp: Any
+    mlp_bda: Any = get_bias_dropout_add
+
+
+class TransformerLayer(MegatronModule):
+    """Attention and MLP with their norms and residuals.
+
+    Args:
+        layer_number: Global number of the layer, counted from 1.
+        hidden_dropout: By default `config.hidden_dropout`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        layer_number: int = 1,
+        hidden_dropout: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
+        norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.layer_number = layer_number
+        self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
+        self.input_layernorm = build_module(submodules.input_layernorm, **norm)
+        self.self_attention = build_module(
+            submodules.self_attention, config=config, layer_number=layer_number, pg_collection=groups
+        )
+        self.self_attn_bda = build_module(submodules.self_attn_bda)
+        self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
+        self.mlp = _build_mlp(submodules.mlp, config, layer_number, groups)
+        self.mlp_bda = build_module(submodules.mlp_bda)
+        self.has_exchange = isinstance(self.mlp, ExchangingMLP)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rotary_pos_emb: RotaryTables | torch.Tensor | None = None,
+        padding_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """Run the stages in line; the second result is the place of upstream's cross-attention context.
+
+        Shapes: hidden_states [s, b, h], attention_mask bool broadcastable to [b, 1, s, s], True = masked,
+            rotary_pos_emb tables or angles [s, 1, 1, d], padding_mask bool [b, s], True = padding -> [s, b, h].
+        """
+        if isinstance(rotary_pos_emb, torch.Tensor):
+            rotary_pos_emb = RotaryTables.from_angles(rotary_pos_emb, self.config.params_dtype)
+        call = LayerCall(attention_mask, rotary_pos_emb, padding_mask)
+        rows, probs, residual, shared_output = self.pre_dispatch(hidden_states, call)
+        if probs is not None:
+            rows, probs = self.dispatch(rows, probs, call)
+            rows = self.experts(rows, probs, call)
+            rows = self.combine(rows, call)
+        return self.post(rows, residual, shared_output, call), None
+
+    def pre_dispatch(self, hidden_states: torch.Tensor, call: LayerCall) -> DispatchInputs:
+        """Attention, pre-MLP norm and, with an exchange, everything up to it: [s, b, h] -> `DispatchInputs`."""
+        if self.config.fp32_residual_connection:
+            hidden_states = upcast(hidden_states)
+        attended = self.self_attention(self.input_layernorm(hidden_states), call.attention_mask, call.rotary)
+        residual = self._add(self.self_attn_bda, attended, hidden_states)
+        normed = self.pre_mlp_layernorm(residual)
+        if not self.has_exchange:
+            return DispatchInputs(normed, None, residual, None)
+        rows, probs, shared_output, state = self.mlp.route_and_preprocess(normed, call.padding_mask)
+        call.dispatch_state = state
+        return DispatchInputs(rows, probs, residual, shared_output)
+
+    def dispatch(self, rows: torch.Tensor, probs: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send rows [rows, h] and probabilities [rows] to their experts: [R, h], [R]. Communication only."""
+        return self.mlp.dispatch(rows, probs, call.dispatch_state)
+
+    def experts(self, rows: torch.Tensor, probs: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """Run the experts of this rank: [R, h], [R] -> [R, h]."""
+        return self.mlp.experts_compute(rows, probs, call.dispatch_state)
+
+    def combine(self, rows: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """Send rows [R, h] back: [rows, h]. Communication only."""
+        return self.mlp.combine(rows, call.dispatch_state)
+
+    def post(
+        self, rows: torch.Tensor, residual: torch.Tensor, shared_output: torch.Tensor | None, call: LayerCall
+    ) -> torch.Tensor:
+        """Finish the MLP (a dense one runs here) and add the residual: [rows, h] or [s, b, h] -> [s, b, h]."""
+        if self.has_exchange:
+            output_with_bias = self.mlp.postprocess(rows, shared_output, call.dispatch_state), None
+        else:
+            output_with_bias = self.mlp(rows)
+        return self._add(self.mlp_bda, output_with_bias, residual)
+
+    def _add(
+        self, bda: Any, output_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor
+    ) -> torch.Tensor:
+        """End a residual branch: output [s, b, h], bias [h], residual [s, b, h] -> [s, b, h]."""
+        return bda(self.training, True)(output_with_bias, residual, self.hidden_dropout)
+
+
+def _build_mlp(spec: Any, config: TransformerConfig, layer_number: int, groups: ProcessGroupCollection) -> Any:
+    """Build the MLP slot; a layer with experts takes all groups and its number, a dense one the TP group."""
+    module = get_module(spec)
+    if issubclass(module, ExchangingMLP):
+        return build_module(spec, config=config, layer_number=layer_number, pg_collection=groups)
+    return build_module(spec, config=config, tp_group=groups.tp)
