@@ -206,8 +206,8 @@ def _compare_all_to_all(logs: Sequence[Sequence[Record]]) -> list[str]:
                 for j, target in enumerate(same_call):
                     if source.send_numels[j] != target.receive_numels[i]:
                         return [
-                            f"all-to-all {n} of {source.group}: rank {members[i]} sends {source.send_numels[j]} elements "
-                            f"to rank {members[j]}, which expects {target.receive_numels[i]}: {source}; {target}"
+                            f"all-to-all {n} of {source.group}: rank {members[i]} sends {source.send_numels[j]} "
+                            f"elements to rank {members[j]}, which expects {target.receive_numels[i]}: {source}; {target}"
                         ]
     return []
 

@@ -110,7 +110,8 @@ def _load(job: Job) -> Callable[..., Any]:
             module = importlib.import_module(job.module)
         else:
             spec = importlib.util.spec_from_file_location(job.module, job.file)
-            assert spec is not None and spec.loader is not None, f"no module at {job.file}"
+            assert spec is not None, f"no module at {job.file}"
+            assert spec.loader is not None, f"nothing loads {job.file}"
             module = importlib.util.module_from_spec(spec)
             sys.modules[job.module] = module
             spec.loader.exec_module(module)
@@ -133,5 +134,5 @@ def reset_process() -> None:
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
     random.seed(0)
-    numpy.random.seed(0)
+    numpy.random.seed(0)  # noqa: NPY002  the process-wide state is what a job may have left behind
     torch.manual_seed(0)

@@ -197,6 +197,6 @@ def set_random_seed(
     if data_parallel_random_init:
         stage_seed += 10 * group_rank(groups.dp)
     random.seed(stage_seed)
-    numpy.random.seed(stage_seed)
+    numpy.random.seed(stage_seed)  # noqa: NPY002  user code may draw from the process-wide state
     torch.default_generator.manual_seed(stage_seed)
     model_parallel_cuda_manual_seed(stage_seed, device=device, pg_collection=groups)

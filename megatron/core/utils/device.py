@@ -22,7 +22,7 @@ def resolve_device(device: str) -> torch.device:
     index, count = env.local_rank(), torch.cuda.device_count()
     if index >= count:
         raise ConfigError(
-            f"device={device!r} with LOCAL_RANK={index}: this machine shows {count} CUDA devices; start at most {count} "
-            "processes on it or use --device cpu."
+            f"device={device!r} with LOCAL_RANK={index}: this machine shows {count} CUDA devices; start at most "
+            f"{count} processes on it or use --device cpu."
         )
     return torch.device("cuda", index)

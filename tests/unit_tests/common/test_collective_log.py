@@ -51,7 +51,8 @@ def test_every_kind_is_seen_also_in_backward(pool):
     logs = pool.run(issue_every_kind)
     assert [r.op for r in logs[0]] == ["allreduce_", "alltoall_base_", "broadcast_", "barrier", "send"]
     assert [r.op for r in logs[1]] == ["allreduce_", "alltoall_base_", "broadcast_", "barrier", "recv_"]
-    assert logs[0][0].where[0].endswith(" backward") and "test_collective_log.py" in logs[0][0].where[0]
+    assert logs[0][0].where[0].endswith(" backward")
+    assert "test_collective_log.py" in logs[0][0].where[0]
     assert (logs[0][1].send_numels, logs[0][1].receive_numels) == ((1, 3), (1, 3))
     assert (logs[0][2].dtype, logs[0][4].peer, logs[1][4].peer) == ("int64", 1, 0)
     assert logs[0][0].group == "default[0, 1]"
@@ -68,12 +69,14 @@ def test_equal_logs_have_no_finding(pool):
 def test_swapped_all_reduces_are_reported_without_a_hang(pool):
     (finding,) = compare_logs(pool.run(swap_two_all_reduces))
     assert finding.startswith("order of the groups shared by ranks 0 and 1, call 0: rank 0 has allreduce_ tp[0, 1]")
-    assert "rank 1 has allreduce_ ep[0, 1]" in finding and "swap_two_all_reduces" in finding
+    assert "rank 1 has allreduce_ ep[0, 1]" in finding
+    assert "swap_two_all_reduces" in finding
 
 
 def test_missing_call_is_reported_with_its_place():
     (finding,) = compare_logs([[record(), record()], [record()]])
-    assert "group dp[0, 1], call 1: rank 0 has allreduce_" in finding and "rank 1 has nothing" in finding
+    assert "group dp[0, 1], call 1: rank 0 has allreduce_" in finding
+    assert "rank 1 has nothing" in finding
 
 
 def test_other_size_is_reported():

@@ -85,7 +85,8 @@ def test_errors_of_all_ranks_come_back_with_traceback(pool):
     for rank in (0, 1):
         kind, text = caught.value.errors[rank]
         assert kind == "KeyError"
-        assert f"rank {rank} says no" in text and "in fail_with_rank" in text
+        assert f"rank {rank} says no" in text
+        assert "in fail_with_rank" in text
 
 
 def test_error_of_one_rank_does_not_leave_its_peer_waiting(pool):
@@ -99,7 +100,7 @@ def test_error_of_one_rank_does_not_leave_its_peer_waiting(pool):
 @pytest.mark.full
 def test_sleeping_rank_fails_within_the_deadline_and_the_next_job_runs(pool):
     begin = time.monotonic()
-    with pytest.raises(RankErrors, match="DeadlineExceeded|deadline of 2") as caught:
+    with pytest.raises(RankErrors, match="within the deadline of 2") as caught:
         pool.run(sleep_on_rank_one_after_a_collective, deadline_s=2, group_timeout_s=30)
     assert time.monotonic() - begin < 5
     assert "in sleep_on_rank_one_after_a_collective" in caught.value.errors[1][1]

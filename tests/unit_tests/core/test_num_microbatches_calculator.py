@@ -65,21 +65,21 @@ def test_change_of_size_is_reported_once():
 
 
 REFUSED = [
-    (dict(step="0:4 26:8"), r"'0:4 26:8': threshold 26 tokens .* batch size 4"),
-    (dict(step="0:4 24:8", seq=5), r"threshold 24 tokens is no whole number of samples"),
-    (dict(step="4:4"), r"first threshold is 4, it must be 0"),
-    (dict(step="0:4 8:8 8:2"), r"threshold 8 does not rise above 8"),
-    (dict(step="0:4 x:8"), r"'x' is no count"),
-    (dict(step="0:4 8"), r"'8' is no 'threshold:batch' pair"),
-    (dict(step="  "), r"is empty"),
-    (dict(step="0:4", gbs=8), r"step_batch_size_schedule='0:4' with global_batch_size=8"),
-    (dict(ramp=[4, 5, 10], gbs=16), r"\[4, 5, 10\] with global_batch_size=16: the difference 12 .* increment 5"),
-    (dict(ramp=[4, 4], gbs=16), r"takes three integers"),
-    (dict(), r"global_batch_size=None"),
+    ({"step": "0:4 26:8"}, r"'0:4 26:8': threshold 26 tokens .* batch size 4"),
+    ({"step": "0:4 24:8", "seq": 5}, r"threshold 24 tokens is no whole number of samples"),
+    ({"step": "4:4"}, r"first threshold is 4, it must be 0"),
+    ({"step": "0:4 8:8 8:2"}, r"threshold 8 does not rise above 8"),
+    ({"step": "0:4 x:8"}, r"'x' is no count"),
+    ({"step": "0:4 8"}, r"'8' is no 'threshold:batch' pair"),
+    ({"step": "  "}, r"is empty"),
+    ({"step": "0:4", "gbs": 8}, r"step_batch_size_schedule='0:4' with global_batch_size=8"),
+    ({"ramp": [4, 5, 10], "gbs": 16}, r"\[4, 5, 10\] with global_batch_size=16: the difference 12 .* increment 5"),
+    ({"ramp": [4, 4], "gbs": 16}, r"takes three integers"),
+    ({}, r"global_batch_size=None"),
 ]
 
 
-@pytest.mark.parametrize("given,message", REFUSED)
+@pytest.mark.parametrize(("given", "message"), REFUSED)
 def test_contradicting_sizes_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         build_batch_size_law(given.get("ramp"), given.get("gbs"), given.get("step"), given.get("seq", 1))

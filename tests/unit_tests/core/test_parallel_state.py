@@ -81,7 +81,8 @@ def test_each_rank_holds_its_own_groups(pool):
 
 def test_getters_give_rank_and_size_of_each_role(pool):
     for rank, got in enumerate(pool.run(getters_of_ep2, world_size=4)):
-        assert got["dp"] == (rank, 4) and got["dp_cp"] == (rank,)
+        assert got["dp"] == (rank, 4)
+        assert got["dp_cp"] == (rank,)
         assert got["ep"] == (rank % 2, 2)
         assert got["edp"] == (rank // 2, 2)
         assert got["tp"] == (0, 1)
@@ -106,7 +107,8 @@ def test_world_that_tp_does_not_divide_is_refused_on_every_rank(pool):
     with pytest.raises(RankErrors, match="3 rank") as caught:
         pool.run(tp2_in_a_world_of_three, world_size=3, deadline_s=10)
     for kind, text in caught.value.errors.values():
-        assert kind == "ConfigError" and "world_size=3: must be a multiple of 2" in text
+        assert kind == "ConfigError"
+        assert "world_size=3: must be a multiple of 2" in text
 
 
 def test_groups_can_be_destroyed_and_built_again(pool):

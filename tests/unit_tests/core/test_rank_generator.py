@@ -88,20 +88,20 @@ def test_rank_offset_shifts_every_rank():
 
 
 REFUSED = [
-    (dict(world_size=3, tp=2), r"world_size=3: must be a multiple of 2 = tensor 2"),
-    (dict(world_size=8, tp=2, pp=3), r"world_size=8: must be a multiple of 6 = tensor 2 .* pipeline 3"),
-    (dict(world_size=4, ep=3), r"world_size=4: must be a multiple of 3 = expert tensor 1 \* expert 3"),
-    (dict(world_size=8, tp=4, ep=4), r"world_size=8: must be a multiple of 16 = expert tensor 4 \* expert 4"),
-    (dict(world_size=4, tp=0), r"tp=0: must be at least 1"),
-    (dict(world_size=4, order="dp-tp-cp-ep-pp"), r"order='dp-tp-cp-ep-pp': unknown rank order"),
+    ({"world_size": 3, "tp": 2}, r"world_size=3: must be a multiple of 2 = tensor 2"),
+    ({"world_size": 8, "tp": 2, "pp": 3}, r"world_size=8: must be a multiple of 6 = tensor 2 .* pipeline 3"),
+    ({"world_size": 4, "ep": 3}, r"world_size=4: must be a multiple of 3 = expert tensor 1 \* expert 3"),
+    ({"world_size": 8, "tp": 4, "ep": 4}, r"world_size=8: must be a multiple of 16 = expert tensor 4 \* expert 4"),
+    ({"world_size": 4, "tp": 0}, r"tp=0: must be at least 1"),
+    ({"world_size": 4, "order": "dp-tp-cp-ep-pp"}, r"order='dp-tp-cp-ep-pp': unknown rank order"),
     (
-        dict(world_size=8, tp=2, pp=2, ep=2, etp=2, order=PP_BEFORE_DP_ORDER),
+        {"world_size": 8, "tp": 2, "pp": 2, "ep": 2, "etp": 2, "order": PP_BEFORE_DP_ORDER},
         r"data parallel size 2 and expert data parallel size 1",
     ),
 ]
 
 
-@pytest.mark.parametrize("sizes,message", REFUSED)
+@pytest.mark.parametrize(("sizes", "message"), REFUSED)
 def test_impossible_sizes_are_refused_with_both_numbers(sizes, message):
     with pytest.raises(ConfigError, match=message):
         ParallelSizes(**sizes)

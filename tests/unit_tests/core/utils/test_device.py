@@ -18,12 +18,12 @@ def test_auto_takes_the_cpu_where_there_is_no_gpu(monkeypatch):
 
 def test_missing_gpu_is_refused_with_a_remedy(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="device='cuda': .* use --device cpu"):
+    with pytest.raises(ConfigError, match=r"device='cuda': .* use --device cpu"):
         resolve_device("cuda")
 
 
 def test_unknown_device_lists_the_choices():
-    with pytest.raises(ConfigError, match="device='tpu': .* auto, cpu, cuda"):
+    with pytest.raises(ConfigError, match=r"device='tpu': .* auto, cpu, cuda"):
         resolve_device("tpu")
 
 
