@@ -33,7 +33,7 @@ def extensions():
             include_dirs=[pybind11.get_include()],
             language="c++",
             extra_compile_args=flags,
-            optional=True,
+            optional=True,  # setuptools then also copes with the missing file
         )
     ]
 
@@ -47,17 +47,6 @@ class BuildOrSkip(build_ext):
             super().build_extension(ext)
         except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and each means the same here
             skip(f"compiling {SOURCE} failed ({type(error).__name__}: {error})")
-
-    def copy_extensions_to_source(self):
-        """Copy only what was built (an editable install would otherwise stop at a skipped extension)."""
-        built = [ext for ext in self.extensions if os.path.exists(self.get_ext_fullpath_of(ext))]
-        self.extensions, everything = built, self.extensions
-        super().copy_extensions_to_source()
-        self.extensions = everything
-
-    def get_ext_fullpath_of(self, ext):
-        """Return where the build folder holds the compiled extension."""
-        return os.path.join(self.build_lib, self.get_ext_filename(self.get_ext_fullname(ext.name)))
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": BuildOrSkip})

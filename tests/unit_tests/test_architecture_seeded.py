@@ -35,6 +35,11 @@ WIDE = "def f(a, b, c, d, *, e, f, g, h, i):\n    pass\n"
 KEPT = "class F(torch.autograd.Function):\n    def forward(ctx, x: Tensor):\n        y = x * 2\n        ctx.y = y\n"
 TYPED = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megatron.core.transformer.moe import router\n"
 
+KNOB = (
+    '@dataclass(kw_only=True)\nclass More:\n    """M."""\n    unread_knob: int = knob(1, dest="n_knobs")\n'
+    '    """Does nothing."""\n'
+)
+
 # (gate, file, text, part of the message)
 VIOLATIONS = [
     ("file", "megatron/core/utils.py", LONG_FILE, "401 code lines, at most 400"),
@@ -93,7 +98,7 @@ VIOLATIONS = [
     (
         "dead knobs",
         "megatron/core/configs/more.py",
-        '@dataclass(kw_only=True)\nclass More:\n    """M."""\n    unread_knob: int = 1\n    """Does nothing."""\n',
+        KNOB,
         "unread_knob is read by nothing",
     ),
     ("output and excepts", "megatron/core/utils.py", "print(1)\n", "print; use core/utils/logging"),
@@ -195,6 +200,23 @@ def test_gate_allows_what_only_looks_wrong(gate, file, text, checkout):
 
 def test_every_gate_has_a_seeded_violation():
     assert {gate for gate, *_ in VIOLATIONS} == set(GATES)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "is_dead"),
+    [
+        ("megatron/training/arguments.py", "def judge(args):\n    return args.unread_knob\n", True),
+        ("megatron/training/arguments.py", "def model_overrides(args):\n    return args.unread_knob\n", False),
+        ("megatron/core/configs/compat.py", "RULE = lambda config: config.unread_knob\n", True),
+        ("megatron/training/loop.py", "def f(args):\n    args.unread_knob = 1\n", True),
+        ("megatron/training/loop.py", "def f(args):\n    return args.n_knobs\n", False),
+        ("megatron/core/transformer/mlp.py", "def f(config):\n    return getattr(config, 'unread_knob')\n", False),
+    ],
+    ids=["argument-code", "derived", "rule", "written", "by-dest", "getattr"],
+)
+def test_knob_is_dead_unless_acting_code_reads_it(file, text, is_dead, checkout):
+    write(checkout, {"megatron/core/configs/more.py": KNOB, file: text})
+    assert bool(texts("dead knobs", checkout)) is is_dead
 
 
 def test_import_cycle_is_reported_with_its_modules(checkout):

@@ -56,8 +56,11 @@ def config_classes(tree: Tree) -> Iterator[tuple[Source, ast.ClassDef]]:
                     yield source, node
 
 
-def config_fields(tree: Tree) -> Iterator[tuple[Source, ast.AnnAssign, str]]:
-    """Yield (source, node, field name) for the fields that a user can set; descriptions such as rows have none."""
+def config_fields(tree: Tree) -> Iterator[tuple[Source, ast.AnnAssign, set[str]]]:
+    """Yield (source, node, names) for the fields that a user can set, which are those with a docstring.
+
+    The names are the field's own and, where the command line uses another, the `dest` of its flag.
+    """
     for source, node in config_classes(tree):
         described = {
             before.target.id
@@ -69,7 +72,9 @@ def config_fields(tree: Tree) -> Iterator[tuple[Source, ast.AnnAssign, str]]:
         }
         for item in node.body:
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id in described:
-                yield source, item, item.target.id
+                keywords = item.value.keywords if isinstance(item.value, ast.Call) else []
+                others = [word.value for word in keywords if word.arg == "dest"]
+                yield source, item, {item.target.id, *(str(o.value) for o in others if isinstance(o, ast.Constant))}
 
 
 def names_read(tree: Tree) -> set[str]:
@@ -88,12 +93,12 @@ def names_read(tree: Tree) -> set[str]:
 
 
 def derived_inputs(tree: Tree) -> set[str]:
-    """Fields that `derive` turns into other fields: their effect is the derived field's."""
+    """Fields that configuration code turns into other fields: their effect is the derived field's."""
     read: set[str] = set()
     for source in tree.product:
-        if within(source.module, policy.CONFIG_PACKAGES + policy.CONFIG_MODULES):
+        if within(source.module, policy.CONFIG_PACKAGES + policy.CONFIG_MODULES + policy.ARGUMENT_MODULES):
             for function in source.functions:
-                if function.node.name in {"derive", "__post_init__"}:
+                if function.node.name in policy.DERIVING_FUNCTIONS:
                     nodes = (node for node in ast.walk(function.node) if isinstance(node, ast.Attribute))
                     read.update(node.attr for node in nodes if isinstance(node.ctx, ast.Load))
     return read
@@ -103,9 +108,11 @@ def dead_knobs(tree: Tree) -> list[Finding]:
     """Every field of a configuration dataclass is read by code that acts on it."""
     read = names_read(tree) | derived_inputs(tree)
     return [
-        source.finding(node, f"{name} is read by nothing; use it, or make it a row of the flag table")
-        for source, node, name in config_fields(tree)
-        if name not in read
+        source.finding(
+            node, f"{ast.unparse(node.target)} is read by nothing; use it, or make it a row of the flag table"
+        )
+        for source, node, names in config_fields(tree)
+        if not names & read
     ]
 
 

@@ -124,7 +124,10 @@ ARGUMENT_MODULES = (
     "megatron.training.explain_config",
     "megatron.training.flag_table",
     "megatron.training.legacy_flags",
+    "megatron.training.yaml_config",
 )
+# Functions of those modules that turn a field into another one: the effect of the first is that of the second.
+DERIVING_FUNCTIONS = frozenset({"derive", "__post_init__", "model_overrides", "derive_training", "map_to_device"})
 
 # Packages whose functions state the shapes of their tensor arguments.
 SHAPE_PACKAGES = (
