@@ -1,7 +1,7 @@
 """Runs a function in a forked child and kills it at the n-th write, fsync, rename or removal.
 
 `boundaries(body)` counts them; `run_until(body, n)` dies just before boundary n as a killed process does: no cleanup,
-no flush of what Python still buffers. Files opened by the child are proxies that flush, so that each `write` reaches the file.
+no flush of what Python still buffers. The child's files are proxies that flush, so that each `write` reaches the file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a rank holds of a global tensor: the only currency between the model, the optimizer and the files.
 
-A checkpoint knows nothing of layouts. Each rank lists boxes of global tensors; a save writes every distinct box once, a
-load fills whatever boxes the present layout asks for. Both sides name a tensor by its key, so any layout reads any other.
+A checkpoint knows nothing of layouts. Each rank lists boxes of global tensors; a save writes every distinct box once,
+a load fills the boxes that the present layout asks for. Both name a tensor by its key: any layout reads any other.
 """
 
 from __future__ import annotations

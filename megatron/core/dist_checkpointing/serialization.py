@@ -13,6 +13,7 @@ A save has three phases, so that the slow one may run beside training:
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 from collections.abc import Sequence
@@ -225,7 +226,7 @@ def load(
     folder: Path,
     tensors: Sequence[ShardedTensor],
     strictness: Strictness = Strictness.RAISE_ALL,
-    ignored_prefixes: Sequence[str] = (),
+    ignored: re.Pattern[str] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Fill `tensors` in place from the files of any layout.
@@ -235,7 +236,7 @@ def load(
     reader = SafeFileSystemReader(folder)
     metadata = reader.read_metadata()
     wanted = set().union(*_gather({tensor.key for tensor in tensors}, group))
-    fitting = check_fit(tensors, metadata, strictness, wanted, ignored_prefixes)
+    fitting = check_fit(tensors, metadata, strictness, wanted, ignored)
     planner = ShardedLoadPlanner(fitting, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     try:

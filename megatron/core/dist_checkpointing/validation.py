@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
@@ -52,18 +53,18 @@ def check_fit(
     metadata: Metadata,
     strictness: Strictness,
     wanted_anywhere: set[str],
-    ignored_prefixes: Sequence[str] = (),
+    ignored: re.Pattern[str] | None = None,
 ) -> list[ShardedTensor]:
     """Return the tensors to read; refuse files that do not fit.
 
-    `wanted_anywhere` holds the keys of all ranks: a key of another pipeline stage is not unexpected. Keys that begin with
-    one of `ignored_prefixes` may be in the files without being asked for (a skipped optimizer, say).
+    `wanted_anywhere` holds the keys of all ranks: a key of another pipeline stage is not unexpected. Keys that
+    `ignored` matches may be in the files without being asked for (a skipped optimizer, say).
 
     Raises: CheckpointError with all shape differences, and with missing or unexpected keys as `strictness` says.
     """
     stored = set(metadata.state_dict_metadata)
     missing = sorted({tensor.key for tensor in tensors} - stored)
-    unexpected = sorted(k for k in stored - wanted_anywhere if not k.startswith(tuple(ignored_prefixes)))
+    unexpected = sorted(key for key in stored - wanted_anywhere if not (ignored and ignored.fullmatch(key)))
     failures, notes = [], []
     if shapes := _shape_errors(tensors, metadata):
         failures.append(_listing("different shapes", shapes))

@@ -60,7 +60,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if name in _ADMITTED.get(module, ()):
             return super().find_class(module, name)
         raise CheckpointError(
-            f"{METADATA_FILE} names {module}.{name}: only the classes of a tensor list are admitted, nothing of it was run; "
+            f"{METADATA_FILE} names {module}.{name}: only classes of a tensor list are admitted, nothing of it ran; "
             "this file was not written by torch.distributed.checkpoint, restore it from its source"
         )
 
