@@ -1,0 +1,1 @@
+"""The dispatchers, one module each; see the registry in `token_dispatcher`."""

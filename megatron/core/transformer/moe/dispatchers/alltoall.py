@@ -1,0 +1,151 @@
+"""The all-to-all dispatcher: each row travels to the rank of its expert, once per chosen expert.
+
+    rank 0  rows for [e0 e1 | e2 e3] --+-- all-to-all --> [from 0: e0 e1 | from 1: e0 e1] --sort--> [e0 e0 | e1 e1]
+    rank 1  rows for [e0 e1 | e2 e3] --+-- all-to-all --> [from 0: e2 e3 | from 1: e2 e3] --sort--> [e2 e2 | e3 e3]
+
+Rows at the experts are ordered by expert, then source rank, then token. Row counts differ from rank to rank, zero
+included. With one expert per rank there is nothing to sort and the experts read the received rows themselves.
+
+Host: one wait per layer for the row counts; none if every expert is padded to its capacity, or if all experts are on
+this rank and nothing is dropped.
+
+Legend: T tokens, h width, E experts, n experts per rank, W ranks, S rows sent, R rows received.
+"""
+
+import dataclasses
+
+import torch
+
+from megatron.core.transformer.moe.capacity import expert_capacity
+from megatron.core.transformer.moe.dispatchers.exchange import exchange_rows
+from megatron.core.transformer.moe.dispatchers.token_counts import (
+    PendingCounts,
+    RowCounts,
+    constant_counts,
+    local_counts,
+    require_equal_tokens,
+)
+from megatron.core.transformer.moe.permute import (
+    RowOrder,
+    RowShuffle,
+    build_row_order,
+    permute,
+    regroup_by_expert,
+    unpermute,
+)
+from megatron.core.transformer.moe.token_dispatcher import DispatcherTraits, DispatchState, MoETokenDispatcher
+
+
+@dataclasses.dataclass(kw_only=True)
+class AllToAllState(DispatchState):
+    """One microbatch of one layer."""
+
+    order: RowOrder
+    """Which token each sent row carries."""
+
+    counts: RowCounts
+    """Rows per rank and per expert."""
+
+    shuffle: RowShuffle | None
+    """From arrival order to expert order; None if they are the same."""
+
+
+class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
+    """Sends rows with `all_to_all_single` over the expert-parallel group."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self._agreed_tokens: set[int] = set()
+
+    @property
+    def is_padded(self) -> bool:
+        """True if every expert gets exactly its capacity."""
+        return self.config.moe_pad_expert_input_to_capacity
+
+    @property
+    def traits(self) -> DispatcherTraits:
+        """Traits in this configuration."""
+        is_local = self.ep_size == 1 and self.is_dropless
+        return DispatcherTraits(
+            host_sync_free=self.is_padded or is_local,
+            static_shapes=self.is_padded or is_local,
+            deduplicates=False,
+            postprocess_aliases_input=self._is_sorted_on_arrival,
+            fuses_permute=False,
+            overlaps_shared_experts=False,
+            supports_capacity=True,
+            probs_dtype=self.probs_dtype,
+        )
+
+    @property
+    def _is_sorted_on_arrival(self) -> bool:
+        return self.ep_size == 1 or self.num_local_experts == 1
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, AllToAllState]:
+        """Hidden [T, h], map bool [T, E], probs [T, E] -> rows [S, h], probs [S], state."""
+        num_tokens = hidden_states.shape[0]
+        pending = None
+        if self.is_padded:
+            counts = self._padded_counts(num_tokens, routing_map.device)
+        elif self.ep_size == 1 and self.is_dropless:
+            counts = local_counts(routing_map, num_tokens * self.topk)
+        else:
+            pending = PendingCounts(routing_map, self.num_local_experts, self.ep_group)
+            counts = None if self.is_dropless else pending.wait()
+        num_rows = num_tokens * self.topk if counts is None else sum(counts.send)
+        order = build_row_order(routing_map, num_rows, self.topk if self.is_dropless else None)
+        rows, row_probs = permute(hidden_states, probs, order)
+        if counts is None:
+            assert pending is not None, "neither counts nor a read under way"
+            counts = pending.wait()
+        shuffle = None if self._is_sorted_on_arrival else regroup_by_expert(counts.recv_table, sum(counts.recv))
+        state = AllToAllState(
+            num_tokens=num_tokens,
+            hidden_dtype=hidden_states.dtype,
+            tokens_per_expert=counts.tokens_per_expert,
+            host_tokens_per_expert=counts.host_tokens_per_expert,
+            order=order,
+            counts=counts,
+            shuffle=shuffle,
+        )
+        return rows, row_probs, state
+
+    def _padded_counts(self, num_tokens: int, device: torch.device) -> RowCounts:
+        """Counts of a map padded to capacity. A token count is agreed on with the other ranks when it is first seen."""
+        # A CPU group waits for every collective anyway, so there the agreement is checked each time.
+        if num_tokens not in self._agreed_tokens or device.type == "cpu":
+            require_equal_tokens(num_tokens, self.ep_group, device)
+            self._agreed_tokens.add(num_tokens)
+        factor = self.config.moe_expert_capacity_factor
+        assert factor is not None, "padding to capacity without a capacity factor"
+        capacity = min(expert_capacity(num_tokens * self.topk, self.num_experts, factor), num_tokens)
+        return constant_counts(capacity, self.num_local_experts, self.ep_group, device)
+
+    def token_dispatch(
+        self, rows: torch.Tensor, probs: torch.Tensor, state: AllToAllState
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exchange rows [S, h] and probs [S] -> [R, h], [R], ordered by source rank."""
+        send, recv = state.counts.send, state.counts.recv
+        return exchange_rows(rows, send, recv, self.ep_group), exchange_rows(probs, send, recv, self.ep_group)
+
+    def dispatch_postprocess(
+        self, rows: torch.Tensor, probs: torch.Tensor, state: AllToAllState
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sort rows [R, h], probs [R] by expert -> rows [R, h], tokens_per_expert int64 [n], probs [R]."""
+        if state.shuffle is not None:
+            rows, probs = state.shuffle.apply(rows), state.shuffle.apply(probs)
+        return rows, state.counts.tokens_per_expert, probs
+
+    def combine_preprocess(self, rows: torch.Tensor, state: AllToAllState) -> torch.Tensor:
+        """Back to the order of arrival: [R, h] -> [R, h]."""
+        return rows if state.shuffle is None else state.shuffle.undo(rows)
+
+    def token_combine(self, rows: torch.Tensor, state: AllToAllState) -> torch.Tensor:
+        """Send rows [R, h] back to their source ranks -> [S, h]."""
+        return exchange_rows(rows, state.counts.recv, state.counts.send, self.ep_group)
+
+    def combine_postprocess(self, rows: torch.Tensor, state: AllToAllState) -> torch.Tensor:
+        """Add up the rows [S, h] of each token -> [T, h]."""
+        return unpermute(rows, state.order, state.hidden_dtype)

@@ -1,0 +1,94 @@
+"""How many rows go where: the arithmetic of the all-to-all dispatcher.
+
+    local counts [W, n]   rows of this rank for each rank's experts       (column sums of the routing map)
+    recv counts  [W, n]   rows that each source rank has for our experts  (one small exchange)
+
+The host needs the sums over n to post the exchange. All of its numbers come in one read.
+
+Legend: W ranks of the expert-parallel group, n experts per rank, E = W * n, T tokens.
+"""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.errors import ConfigError
+from megatron.core.transformer.moe.dispatchers.exchange import exchange_counts
+from megatron.core.transformer.moe.dispatchers.host_counts import HostCounts
+from megatron.core.utils.groups import group_rank, group_size
+
+
+@dataclasses.dataclass(frozen=True)
+class RowCounts:
+    """Row counts of one microbatch."""
+
+    send: list[int]
+    """[W], rows sent to each rank."""
+
+    recv: list[int]
+    """[W], rows received from each rank."""
+
+    tokens_per_expert: torch.Tensor
+    """int64 [n] on the device, rows of each local expert."""
+
+    recv_table: torch.Tensor
+    """int64 [W, n] on the device, the same by source rank."""
+
+    host_tokens_per_expert: list[int] | None
+    """The rows of each local expert on the host, if they were read."""
+
+
+class PendingCounts:
+    """Counts of a data-dependent routing: started before the permutation, finished after it."""
+
+    def __init__(self, routing_map: torch.Tensor, num_local_experts: int, group: dist.ProcessGroup | None) -> None:
+        """Count, exchange and start the read for a routing map bool [T, E]."""
+        self._ranks = group_size(group)
+        local = routing_map.sum(dim=0).view(self._ranks, num_local_experts)
+        self._table = exchange_counts(local, group)
+        self._per_expert = self._table.sum(dim=0)
+        self._host = HostCounts(torch.cat([local.sum(dim=1), self._table.sum(dim=1), self._per_expert]))
+
+    def wait(self) -> RowCounts:
+        """Return the counts. Host: one wait."""
+        values, ranks = self._host.wait(), self._ranks
+        send, recv, per_expert = values[:ranks], values[ranks : 2 * ranks], values[2 * ranks :]
+        return RowCounts(send, recv, self._per_expert, self._table, per_expert)
+
+
+def constant_counts(
+    rows_per_expert: int, num_local_experts: int, group: dist.ProcessGroup | None, device: torch.device
+) -> RowCounts:
+    """Counts of a routing that gives every expert the same number of rows of every rank. Host: no synchronisation."""
+    ranks = group_size(group)
+    table = torch.full((ranks, num_local_experts), rows_per_expert, dtype=torch.int64, device=device)
+    splits = [rows_per_expert * num_local_experts] * ranks
+    per_expert = [rows_per_expert * ranks] * num_local_experts
+    return RowCounts(splits, splits, table.sum(dim=0), table, per_expert)
+
+
+def local_counts(routing_map: torch.Tensor, num_rows: int) -> RowCounts:
+    """Counts of a dropless routing map bool [T, E] whose experts are all on this rank. Host: no synchronisation."""
+    per_expert = routing_map.sum(dim=0)
+    return RowCounts([num_rows], [num_rows], per_expert, per_expert.unsqueeze(0), None)
+
+
+def require_equal_tokens(num_tokens: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Refuse a padded exchange between ranks with different token counts, before it could hang.
+
+    Every expert is padded to a capacity that each rank derives from its own tokens: all ranks need equally many.
+    Collective; the host waits for it.
+    """
+    if group_size(group) == 1:
+        return
+    counts = torch.zeros(group_size(group), dtype=torch.int64, device=device)
+    counts[group_rank(group)] = num_tokens
+    dist.all_reduce(counts, group=group)
+    values = counts.tolist()
+    if len(set(values)) > 1:
+        raise ConfigError(
+            f"rank {group_rank(group)} of the expert-parallel group: moe_pad_expert_input_to_capacity=True with "
+            f"tokens per rank {values}: a padded exchange needs the same number on all ranks; give every rank equally "
+            "many tokens, or drop --moe-pad-expert-input-to-capacity."
+        )

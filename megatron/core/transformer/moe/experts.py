@@ -1,0 +1,78 @@
+"""The experts of a rank one after the other: the reference for the grouped form, and upstream's import path for both.
+
+Legend: R rows sorted by expert, h width, n experts of this rank.
+"""
+
+import torch
+
+from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.fusions.fused_weighted_activation import weighted_activation
+from megatron.core.module_api.module import MegatronModule
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.expert_names import ExpertNumbering, is_reduced_like_dense
+from megatron.core.transformer.moe.grouped_mlp import GroupedMLP, add_weighted_bias
+
+__all__ = ["GroupedMLP", "SequentialMLP"]
+
+
+class SequentialMLP(ExpertNumbering, MegatronModule):
+    """A list of MLPs. Same names, same weights and same results as `GroupedMLP`."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """Build n experts; `submodules` are the specs of each one's linear layers."""
+        super().__init__(config)
+        groups = self.number_experts(num_local_experts, pg_collection)
+        specs = MLPSubmodules() if submodules is None else submodules
+        self.local_experts = torch.nn.ModuleList(
+            MLP(
+                config,
+                specs,
+                is_expert=True,
+                ffn_hidden_size=config.moe_ffn_hidden_size,
+                tp_group=groups.expt_tp,
+            )
+            for _ in range(num_local_experts)
+        )
+        for param in self.parameters():
+            param.allreduce = is_reduced_like_dense(config, groups)  # type: ignore[attr-defined]
+
+    def forward(
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
+        host_tokens_per_expert: list[int] | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """Run every row through its expert: rows [R, h], tokens_per_expert int [n], probs [R] -> [R, h].
+
+        An expert without rows runs on an empty tensor, so that its weights receive gradients of zeros.
+        Host: one wait for the counts on a GPU, unless they are given on the host.
+        """
+        counts = tokens_per_expert.tolist() if host_tokens_per_expert is None else host_tokens_per_expert
+        pieces = zip(
+            self.local_experts,
+            permuted_local_hidden_states.split(counts),
+            permuted_probs.split(counts),
+            strict=True,
+        )
+        return torch.cat([self._run(expert, rows, probs) for expert, rows, probs in pieces]), None
+
+    def _run(self, expert: torch.nn.Module, rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """One expert: rows [r, h], probs [r] -> [r, h]."""
+        inner_probs: torch.Tensor | None = probs
+        if self.config.moe_apply_probs_on_input:
+            rows, inner_probs = (rows * probs.unsqueeze(-1)).to(rows.dtype), None
+        inner, bias = expert.linear_fc1(rows)  # type: ignore[operator]
+        if bias is not None:
+            inner = inner + bias
+        config = self.config
+        inner = weighted_activation(inner, inner_probs, config.activation_func, config.gated_linear_unit)
+        output, bias = expert.linear_fc2(inner)  # type: ignore[operator]
+        return output if bias is None else add_weighted_bias(output, bias, inner_probs)

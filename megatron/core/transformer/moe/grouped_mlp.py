@@ -1,0 +1,153 @@
+"""The experts of a rank as two grouped products.
+
+    rows [R, h] -> fc1 of each expert -> act(.) * p -> fc2 of each expert -> [R, h]
+
+Each expert keeps parameters of its own: `linear_fc1.weight0 ... weight{n-1}`, so that names, gradients, main gradients
+and checkpoint entries are per expert, and the same as with sequential experts. To hand them to one grouped kernel
+without a copy they are allocated as the slices of one [n, out, in] storage, and packed again when the module moves to
+another device or dtype. Whoever rebinds a parameter's data (a flat parameter buffer) keeps this property by laying
+the experts out at equal distances; else the kernel's operand is copied together in each pass, with the same result.
+
+Legend: R rows sorted by expert, h width, f inner width, n experts of this rank, e global expert id.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.fusions.fused_grouped_linear import expert_of_row, gather_bias, grouped_linear, pack
+from megatron.core.fusions.fused_weighted_activation import weighted_activation
+from megatron.core.module_api.module import MegatronModule
+from megatron.core.module_api.parameter import hidden_init, new_parameter, output_init
+from megatron.core.param_attrs import InitSpec, ParamAttrs
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.expert_names import ExpertNumbering, is_reduced_like_dense
+
+
+class GroupedLinear(MegatronModule):
+    """n linear layers of one shape; expert i has `weight{i}` [out, in] and, with a bias, `bias{i}` [out].
+
+    Args:
+        num_experts: n.
+        in_features: Width of a row.
+        out_features: Width of a result row.
+        weight_attrs: Attributes of each weight.
+        has_bias: Whether the experts have biases, which start at zero.
+        allreduce: False if gradients are reduced over the expert groups.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        weight_attrs: ParamAttrs,
+        has_bias: bool,
+        allreduce: bool,
+    ) -> None:
+        super().__init__(config)
+        self.num_experts, self.has_bias = num_experts, has_bias
+        bias_attrs = ParamAttrs(InitSpec("zeros"), is_expert=True)  # experts with biases are not split over ETP
+        for i in range(num_experts):
+            weight = new_parameter(config, (out_features, in_features), weight_attrs, allreduce=allreduce)
+            self.register_parameter(f"weight{i}", weight)
+            bias = new_parameter(config, (out_features,), bias_attrs, allreduce=allreduce) if has_bias else None
+            self.register_parameter(f"bias{i}", bias)
+        pack(self.weights)
+
+    @property
+    def weights(self) -> list[torch.nn.Parameter]:
+        """N parameters [out, in]."""
+        return [self._parameters[f"weight{i}"] for i in range(self.num_experts)]  # type: ignore[misc]
+
+    @property
+    def biases(self) -> list[torch.nn.Parameter]:
+        """N parameters [out]; only with a bias."""
+        return [self._parameters[f"bias{i}"] for i in range(self.num_experts)]  # type: ignore[misc]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "GroupedLinear":
+        """Move or convert the parameters, then pack them again: each was given a storage of its own."""
+        super()._apply(fn, recurse)
+        pack(self.weights)
+        return self
+
+    def forward(
+        self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, host_counts: list[int] | None = None
+    ) -> torch.Tensor:
+        """Multiply each group of rows by its expert's matrix, no bias: [R, in], int [n] -> [R, out]."""
+        return grouped_linear(rows, self.weights, tokens_per_expert, host_counts)
+
+
+class GroupedMLP(ExpertNumbering, MegatronModule):
+    """All experts of this rank at once."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: object = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """Build the experts of this rank; `submodules` must be None, the grouped products have no parts to choose."""
+        super().__init__(config)
+        assert submodules is None, f"submodules={submodules}: GroupedMLP is made of no submodules"
+        groups = self.number_experts(num_local_experts, pg_collection)
+        width = config.moe_ffn_hidden_size
+        parts = 2 if config.gated_linear_unit else 1
+        fc1 = ParamAttrs(hidden_init(config), partition_dim=0, num_parts=parts, is_expert=True)
+        fc2 = ParamAttrs(output_init(config), partition_dim=1, is_expert=True)
+        has_bias, allreduce = config.add_bias_linear, is_reduced_like_dense(config, groups)
+        self.linear_fc1 = GroupedLinear(
+            config,
+            num_local_experts,
+            config.hidden_size,
+            parts * width,
+            weight_attrs=fc1,
+            has_bias=has_bias,
+            allreduce=allreduce,
+        )
+        self.linear_fc2 = GroupedLinear(
+            config,
+            num_local_experts,
+            width,
+            config.hidden_size,
+            weight_attrs=fc2,
+            has_bias=has_bias,
+            allreduce=allreduce,
+        )
+
+    def forward(
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
+        host_tokens_per_expert: list[int] | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """Run every row through its expert: rows [R, h], tokens_per_expert int [n], probs [R] -> [R, h].
+
+        Host:   no wait if the grouped kernel runs or the counts are given on the host, else one.
+        Memory: keeps the rows, the result of fc1, the weighted activation and the probabilities for backward.
+        """
+        rows, probs = permuted_local_hidden_states, permuted_probs
+        inner_probs: torch.Tensor | None = probs
+        if self.config.moe_apply_probs_on_input:
+            rows, inner_probs = (rows * probs.unsqueeze(-1)).to(rows.dtype), None
+        experts = expert_of_row(tokens_per_expert.to(rows.device), rows.shape[0]) if self.linear_fc1.has_bias else None
+        inner = self.linear_fc1(rows, tokens_per_expert, host_tokens_per_expert)
+        if experts is not None:
+            inner = inner + gather_bias(self.linear_fc1.biases, experts)
+        inner = weighted_activation(inner, inner_probs, self.config.activation_func, self.config.gated_linear_unit)
+        output = self.linear_fc2(inner, tokens_per_expert, host_tokens_per_expert)
+        if experts is not None:
+            output = add_weighted_bias(output, gather_bias(self.linear_fc2.biases, experts), inner_probs)
+        return output, None
+
+
+def add_weighted_bias(output: torch.Tensor, bias: torch.Tensor, probs: torch.Tensor | None) -> torch.Tensor:
+    """Add bias * p: output [R, h], bias [R, h] or [h], probs [R] or None for 1 -> [R, h] in the dtype of the output."""
+    if probs is None:
+        return output + bias
+    return (output + bias * probs.unsqueeze(-1)).to(output.dtype)

@@ -1,0 +1,113 @@
+"""The MoE layer: router, dispatcher, experts and shared experts, cut into the stages that a schedule runs.
+
+    1. route_and_preprocess   router, shared experts, rows ordered by destination    compute
+    2. dispatch               rows to the ranks of their experts                     communication only
+    3. experts_compute        order by expert, experts, order of arrival             compute
+    4. combine                rows back                                              communication only
+    5. postprocess            rows of each token added up, shared experts added      compute
+
+`forward` is these five in line. Tensors with gradient are passed explicitly; everything else of a microbatch is in the
+`DispatchState`, so that several microbatches can be in the layer at once.
+
+Legend: s sequence, b batch, h width, T = s * b tokens, S rows sent, R rows at the experts of this rank.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.module_api.module import MegatronModule
+from megatron.core.module_api.spec_utils import build_module
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import DispatchState, build_dispatcher
+
+
+@dataclasses.dataclass
+class MoESubmodules:
+    """Specs of the parts; None takes the one that the configuration asks for."""
+
+    experts: Any = None
+    """Routed experts: `GroupedMLP`, `SequentialMLP` or a spec of a module with their interface."""
+
+    shared_experts: Any = None
+    """Shared experts, built only if the configuration has any."""
+
+
+class MoELayer(MegatronModule):
+    """A layer's MLP made of experts.
+
+    Args:
+        config: Configuration of the model.
+        submodules: Specs of the parts.
+        layer_number: Global number of the layer, counted from 1; it labels metrics.
+        pg_collection: Process groups; None takes those of `parallel_state`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules | None = None,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
+        specs = MoESubmodules() if submodules is None else submodules
+        self.layer_number = layer_number
+        self.router = TopKRouter(config, pg_collection=groups, layer_number=layer_number)
+        self.token_dispatcher = build_dispatcher(config, groups)
+        experts = specs.experts or (GroupedMLP if config.moe_grouped_gemm else SequentialMLP)
+        num_local_experts = self.token_dispatcher.num_local_experts
+        self.experts = build_module(experts, num_local_experts, config, pg_collection=groups)
+        self.shared_experts = None
+        if config.moe_shared_expert_intermediate_size:
+            self.shared_experts = build_module(specs.shared_experts or SharedExpertMLP, config, pg_collection=groups)
+
+    def forward(
+        self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, None]:
+        """Run the layer: hidden [s, b, h], padding mask bool [b, s] (True = padding) -> [s, b, h] and no bias."""
+        rows, probs, shared_output, state = self.route_and_preprocess(hidden_states, padding_mask)
+        rows, probs = self.dispatch(rows, probs, state)
+        rows = self.experts_compute(rows, probs, state)
+        rows = self.combine(rows, state)
+        return self.postprocess(rows, shared_output, state), None
+
+    def route_and_preprocess(
+        self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, DispatchState]:
+        """Step 1: [s, b, h], mask bool [b, s] -> rows [S, h], probs [S], shared output [s, b, h] or None, state."""
+        mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool().contiguous()
+        probs, routing_map = self.router(hidden, mask)
+        shared_output = None if self.shared_experts is None else self.shared_experts(hidden)
+        tokens = hidden.reshape(-1, hidden.shape[-1])  # [s, b, h] -> [T, h]
+        rows, row_probs, state = self.token_dispatcher.dispatch_preprocess(tokens, routing_map, probs)
+        state.output_shape = hidden.shape
+        return rows, row_probs, shared_output, state
+
+    def dispatch(
+        self, rows: torch.Tensor, probs: torch.Tensor, state: DispatchState
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Step 2: rows [S, h], probs [S] -> what arrived at this rank."""
+        return self.token_dispatcher.token_dispatch(rows, probs, state)
+
+    def experts_compute(self, rows: torch.Tensor, probs: torch.Tensor, state: DispatchState) -> torch.Tensor:
+        """Step 3: arrived rows and probabilities -> expert output in the order of arrival, [R, h] in between."""
+        rows, tokens_per_expert, probs = self.token_dispatcher.dispatch_postprocess(rows, probs, state)
+        output, _ = self.experts(rows, tokens_per_expert, probs, state.host_tokens_per_expert)
+        return self.token_dispatcher.combine_preprocess(output, state)
+
+    def combine(self, rows: torch.Tensor, state: DispatchState) -> torch.Tensor:
+        """Step 4: expert output -> rows [S, h] on the ranks they came from."""
+        return self.token_dispatcher.token_combine(rows, state)
+
+    def postprocess(self, rows: torch.Tensor, shared_output: torch.Tensor | None, state: DispatchState) -> torch.Tensor:
+        """Step 5: rows [S, h], shared output [s, b, h] -> [s, b, h]."""
+        assert state.output_shape is not None, "postprocess before route_and_preprocess"
+        output = self.token_dispatcher.combine_postprocess(rows, state).view(state.output_shape)
+        return output if shared_output is None else output + shared_output

@@ -1,0 +1,189 @@
+"""How tokens travel to the ranks of their experts and back: the base class, its state and traits, the registry.
+
+A dispatcher is six phases, so that communication stands alone and a schedule can put it on another stream:
+
+    hidden [T, h] --dispatch_preprocess--> rows [S, h]      local: order rows by destination
+                  --token_dispatch-------> rows [S', h]     communication only
+                  --dispatch_postprocess-> rows [R, h]      local: order rows by expert
+                      experts
+                  --combine_preprocess---> rows [S', h]     local: back to the order of arrival
+                  --token_combine--------> rows [S, h]      communication only
+                  --combine_postprocess--> hidden [T, h]    local: add up the rows of each token
+
+Everything that belongs to one microbatch is in the `DispatchState` that the first phase makes and the others are given;
+a dispatcher keeps none of it, because several microbatches are in flight. What a configuration implies for the rest of
+the tree is answered by `traits`: nothing else asks a dispatcher for its name.
+
+To add one: a module in `dispatchers/` with a subclass, and a line in `DISPATCHERS`.
+
+Legend: T tokens, h width, E experts, n experts of this rank, S rows sent, R rows at the experts.
+"""
+
+import abc
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.errors import ConfigError
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils.divide import divide
+from megatron.core.utils.groups import group_rank, group_size
+
+DISPATCHERS = {
+    "allgather": ("megatron.core.transformer.moe.dispatchers.allgather", "MoEAllGatherTokenDispatcher"),
+    "alltoall": ("megatron.core.transformer.moe.dispatchers.alltoall", "MoEAlltoAllTokenDispatcher"),
+}
+"""Value of --moe-token-dispatcher-type -> module and class; the module is imported when the dispatcher is built."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatcherTraits:
+    """What a dispatcher does in the configuration it was built for."""
+
+    host_sync_free: bool
+    """No phase makes the host wait for the device, once shapes have been seen."""
+
+    static_shapes: bool
+    """Row counts depend on input shapes only, never on the routing."""
+
+    deduplicates: bool
+    """A token travels once per destination rank instead of once per expert."""
+
+    postprocess_aliases_input: bool
+    """`dispatch_postprocess` returns the rows it was given: the experts save the communication's own output."""
+
+    fuses_permute: bool
+    """`token_dispatch` delivers rows in expert order."""
+
+    overlaps_shared_experts: bool
+    """Shared experts may run beside the communication phases."""
+
+    supports_capacity: bool
+    """Dropped and padded routing maps are carried out as they are."""
+
+    probs_dtype: torch.dtype
+    """Dtype in which probabilities travel."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class DispatchState:
+    """What one microbatch leaves in one layer between the phases, without gradient."""
+
+    num_tokens: int
+    """T, tokens of this rank."""
+
+    hidden_dtype: torch.dtype
+    """Dtype of the hidden states, in which the result is returned."""
+
+    tokens_per_expert: torch.Tensor | None = None
+    """int64 [n] on the device, rows of each local expert."""
+
+    host_tokens_per_expert: list[int] | None = None
+    """The same on the host, if the dispatcher had to read it anyway."""
+
+    output_shape: torch.Size | None = None
+    """Shape [s, b, h] of the layer's input, kept for the layer."""
+
+
+class MoETokenDispatcher(abc.ABC):
+    """Base of all dispatchers.
+
+    Args:
+        num_local_experts: n, experts of this rank.
+        local_expert_indices: Their global ids, which are contiguous.
+        config: Configuration of the model.
+        pg_collection: Process groups; None takes those of `parallel_state`.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: Sequence[int],
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
+        self.config = config
+        self.ep_group = groups.ep
+        self.ep_size = group_size(groups.ep)
+        self.num_experts = num_local_experts * self.ep_size
+        self.num_local_experts = num_local_experts
+        self.local_expert_indices = list(local_expert_indices)
+        self.topk = config.moe_router_topk
+
+    @property
+    @abc.abstractmethod
+    def traits(self) -> DispatcherTraits:
+        """Traits in this configuration."""
+
+    @property
+    def probs_dtype(self) -> torch.dtype:
+        """Dtype that the router gives its probabilities in this configuration."""
+        wanted = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype or "")
+        params = self.config.params_dtype
+        return params if wanted is None else torch.promote_types(wanted, params)
+
+    @property
+    def is_dropless(self) -> bool:
+        """True if every token has exactly k rows."""
+        return self.config.moe_expert_capacity_factor is None
+
+    @abc.abstractmethod
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Hidden [T, h], map bool [T, E], probs [T, E] -> rows to send, their probabilities, the state."""
+
+    @abc.abstractmethod
+    def token_dispatch(self, rows: torch.Tensor, probs: torch.Tensor, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Communicate: rows [S, h] and probabilities -> what this rank received [S', h]."""
+
+    @abc.abstractmethod
+    def dispatch_postprocess(
+        self, rows: torch.Tensor, probs: torch.Tensor, state: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Received rows [S', h] and probabilities -> rows [R, h] by expert, tokens_per_expert int64 [n], probs [R]."""
+
+    @abc.abstractmethod
+    def combine_preprocess(self, rows: torch.Tensor, state: Any) -> torch.Tensor:
+        """Expert output [R, h] -> rows in the order of communication [S', h]."""
+
+    @abc.abstractmethod
+    def token_combine(self, rows: torch.Tensor, state: Any) -> torch.Tensor:
+        """Communicate: rows [S', h] back to where they came from [S, h]."""
+
+    @abc.abstractmethod
+    def combine_postprocess(self, rows: torch.Tensor, state: Any) -> torch.Tensor:
+        """Rows [S, h] -> hidden [T, h], the rows of each token added up in fp32 at least."""
+
+
+def dispatcher_class(name: str) -> type[MoETokenDispatcher]:
+    """Import the class behind a value of --moe-token-dispatcher-type."""
+    if name not in DISPATCHERS:
+        known = ", ".join(sorted(DISPATCHERS))
+        raise ConfigError(f"moe_token_dispatcher_type={name!r}: not a dispatcher of this tree; choose one of {known}.")
+    module, class_name = DISPATCHERS[name]
+    return getattr(importlib.import_module(module), class_name)
+
+
+def build_dispatcher(
+    config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
+) -> MoETokenDispatcher:
+    """Build the dispatcher that the configuration names."""
+    groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
+    num_local = divide(config.num_moe_experts or 0, group_size(groups.ep))
+    first = group_rank(groups.ep) * num_local
+    chosen = dispatcher_class(config.moe_token_dispatcher_type)
+    return chosen(num_local, range(first, first + num_local), config, groups)
+
+
+def __getattr__(name: str) -> Any:
+    """Upstream's import path for the dispatcher classes."""
+    for module, class_name in DISPATCHERS.values():
+        if name == class_name:
+            return getattr(importlib.import_module(module), class_name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
