@@ -16,7 +16,7 @@ Metrics = dict[str, Series]
 
 _ITERATION = re.compile(r"iteration +(\d+)/ *(\d+) \|")
 _PIECE = re.compile(r" ([A-Za-z][^|:]*): +(\S+) \|")
-_VALIDATION = re.compile(r"validation loss at iteration (\d+)[^|]*\| (.*)")
+_VALIDATION = re.compile(r"validation(-\S+)? loss at iteration (\d+)[^|]*\| (.*)")
 _VALIDATION_PIECE = re.compile(r"([^|]+?) value: (\S+) \|")
 
 
@@ -29,8 +29,8 @@ def parse_log(text: str) -> Metrics:
             for key, value in _PIECE.findall(line[step.end() :]):
                 _add(metrics, key, int(step[1]), value)
         elif evaluation:
-            for key, value in _VALIDATION_PIECE.findall(evaluation[2]):
-                _add(metrics, f"{key.strip()} validation", int(evaluation[1]), value)
+            for key, value in _VALIDATION_PIECE.findall(evaluation[3]):
+                _add(metrics, f"{key.strip()} validation{evaluation[1] or ''}", int(evaluation[2]), value)
     return metrics
 
 

@@ -23,30 +23,22 @@ LOG_RANK = -1
 
 
 def evaluate(run: TrainingRun, data_iterator: Iterator[Any] | None, eval_iters: int) -> dict[str, float]:
-    """Mean loss per key over `eval_iters` batches of the evaluation batch size; the model is left in training mode.
-
-    Counts the samples in `run.state.consumed_valid_samples` only if the iterator is the validation iterator.
-    """
+    """Mean loss per key over `eval_iters` batches of the evaluation batch size; the model is left in training mode."""
     args = run.args
-    batch_size = args.eval_global_batch_size
-    micro_batch_size = args.eval_micro_batch_size
-    num_microbatches = batch_size // (micro_batch_size * group_size(run.pg_collection.dp))
+    num_microbatches = args.eval_global_batch_size // (args.eval_micro_batch_size * group_size(run.pg_collection.dp))
     _set_mode(run.model, training=False)
     totals: dict[str, torch.Tensor] = {}
-    with torch.no_grad():
-        for _ in range(eval_iters):
-            reports = get_forward_backward_func()(
-                forward_step_func=run.forward_step_func,
-                data_iterator=data_iterator,
-                model=run.model,
-                num_microbatches=num_microbatches,
-                seq_length=args.seq_length,
-                micro_batch_size=micro_batch_size,
-                forward_only=True,
-            )
-            totals = sum_losses([totals, *reports])
-            if data_iterator is run.valid_iterator:
-                run.state.consumed_valid_samples += batch_size
+    for _ in range(eval_iters):
+        reports = get_forward_backward_func()(
+            forward_step_func=run.forward_step_func,
+            data_iterator=data_iterator,
+            model=run.model,
+            num_microbatches=num_microbatches,
+            seq_length=args.seq_length,
+            micro_batch_size=args.eval_micro_batch_size,
+            forward_only=True,
+        )
+        totals = sum_losses([totals, *reports])
     _set_mode(run.model, training=True)
     return mean_losses(totals, run.pg_collection.dp_cp)
 
@@ -61,31 +53,39 @@ def perplexity(loss: float) -> float:
     return math.exp(min(MAX_PPL_EXPONENT, loss))
 
 
-def format_evaluation(losses: dict[str, float], where: str) -> str:
+def format_evaluation(losses: dict[str, float], where: str, suffix: str = "") -> str:
     """The three lines of an evaluation: text between two rules that are one character longer."""
-    text = f" validation loss at {where} | " + "".join(
+    text = f" validation{suffix} loss at {where} | " + "".join(
         f"{key} value: {loss:.6E} | {key} PPL: {perplexity(loss):.6E} | " for key, loss in losses.items()
     )
     rule = "-" * (len(text) + 1)
     return f"{rule}\n{text}\n{rule}"
 
 
-def evaluate_and_print(run: TrainingRun, data_iterator: Iterator[Any] | None, where: str) -> dict[str, float]:
-    """Evaluate, print the block and write the scalars; returns the losses."""
+def evaluate_and_print(run: TrainingRun, data: Any, where: str) -> None:
+    """Evaluate, print the block and write the scalars.
+
+    `data` is an iterator, or a list of them with several validation sets; each set is reported with its index.
+    """
     run.callbacks.on_evaluate_start(run)
-    losses = evaluate(run, data_iterator, run.args.eval_iters)
+    iterators = data if isinstance(data, list) else [data]
+    for index, iterator in enumerate(iterators):
+        suffix = f"-{index}" if isinstance(data, list) else ""
+        losses = evaluate(run, iterator, run.args.eval_iters)
+        emit(format_evaluation(losses, where, suffix), rank=LOG_RANK)
+        _write_scalars(run, losses, suffix)
+    if data is run.valid_iterator:
+        # Every set has moved on by the same number of samples, so one counter serves all.
+        run.state.consumed_valid_samples += run.args.eval_iters * run.args.eval_global_batch_size
+    run.counters["evaluations"] += len(iterators)
     run.callbacks.on_evaluate_end(run)
-    run.counters["evaluations"] += 1
-    emit(format_evaluation(losses, where), rank=LOG_RANK)
-    _write_scalars(run, losses)
-    return losses
 
 
-def _write_scalars(run: TrainingRun, losses: dict[str, float]) -> None:
+def _write_scalars(run: TrainingRun, losses: dict[str, float], suffix: str) -> None:
     """TensorBoard and W&B keys of an evaluation."""
     scalars: dict[str, float] = {}
     for key, loss in losses.items():
-        scalars[f"{key} validation"] = loss
+        scalars[f"{key} validation{suffix}"] = loss
         if run.args.log_validation_ppl_to_tensorboard:
-            scalars[f"{key} validation ppl"] = perplexity(loss)
+            scalars[f"{key} validation{suffix} ppl"] = perplexity(loss)
     write_scalars(scalars, run.state.iteration, run.state.consumed_train_samples)

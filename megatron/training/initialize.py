@@ -12,12 +12,12 @@ import logging
 import torch
 import torch.distributed as dist
 
-from megatron.core import env, parallel_state
+from megatron.core import env, num_microbatches_calculator, parallel_state
 from megatron.core.errors import ConfigError
-from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+from megatron.core.num_microbatches_calculator import build_batch_size_law, init_num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_generator import DEFAULT_ORDER
-from megatron.core.tensor_parallel.random import set_random_seed
+from megatron.core.tensor_parallel import random
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.utils.device import resolve_device
@@ -40,8 +40,7 @@ def initialize_megatron(args: argparse.Namespace) -> torch.device:
     global_vars.set_args(args)
     global_vars.set_timers(Timers(args.timing_log_level, args.timing_log_option))
     device = choose_device(args.device)
-    if args.deterministic_mode:
-        use_deterministic_kernels()
+    choose_kernels(args)
     init_distributed(args, device)
     pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     init_num_microbatches_calculator(
@@ -53,7 +52,8 @@ def initialize_megatron(args: argparse.Namespace) -> torch.device:
         step_batch_size_schedule=args.step_batch_size_schedule,
         seq_length=args.seq_length,
     )
-    set_random_seed(
+    derive_lengths(args)
+    random.set_random_seed(
         args.seed,
         data_parallel_random_init=args.data_parallel_random_init,
         device=device,
@@ -63,6 +63,24 @@ def initialize_megatron(args: argparse.Namespace) -> torch.device:
     build_writers(args)
     log_single_rank(logger, logging.INFO, f"device: {device}, world size: {dist.get_world_size()}")
     return device
+
+
+def derive_lengths(args: argparse.Namespace) -> None:
+    """Fill the number of iterations of a run by samples, and the final batch size of a schedule of batch sizes.
+
+    The iterations follow from playing the batch sizes through from the first sample.
+    """
+    law = build_batch_size_law(
+        args.rampup_batch_size, args.global_batch_size, args.step_batch_size_schedule, args.seq_length
+    )
+    if args.global_batch_size is None:
+        args.global_batch_size = law.all_batch_sizes()[-1]
+    if args.train_samples is None:
+        return
+    consumed, args.train_iters = 0, 0
+    while consumed + law.batch_size(consumed) <= args.train_samples:
+        consumed += law.batch_size(consumed)
+        args.train_iters += 1
 
 
 def choose_device(name: str) -> torch.device:
@@ -78,10 +96,13 @@ def choose_device(name: str) -> torch.device:
     return resolve_device(name)
 
 
-def use_deterministic_kernels() -> None:
-    """Make torch refuse or replace kernels whose result depends on timing."""
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
+def choose_kernels(args: argparse.Namespace) -> None:
+    """Tell torch which kernels it may use: repeatable ones only, and no bf16 partial sums, if that was asked for."""
+    if args.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    if args.disable_bf16_reduced_precision_matmul:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def init_distributed(args: argparse.Namespace, device: torch.device) -> None:
@@ -110,7 +131,14 @@ def init_distributed(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def shut_down() -> None:
-    """Leave the process groups; graphs that captured collectives must be gone before."""
+    """Leave the process groups and forget everything that `initialize_megatron` set; a new run may follow.
+
+    Graphs that captured collectives must be gone before.
+    """
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+    parallel_state.reset()
+    num_microbatches_calculator.reset()
+    random.reset()
+    global_vars.reset()
