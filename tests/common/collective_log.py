@@ -207,7 +207,8 @@ def _compare_all_to_all(logs: Sequence[Sequence[Record]]) -> list[str]:
                     if source.send_numels[j] != target.receive_numels[i]:
                         return [
                             f"all-to-all {n} of {source.group}: rank {members[i]} sends {source.send_numels[j]} "
-                            f"elements to rank {members[j]}, which expects {target.receive_numels[i]}: {source}; {target}"
+                            f"elements to rank {members[j]}, which expects {target.receive_numels[i]}: "
+                            f"{source}; {target}"
                         ]
     return []
 

@@ -1,0 +1,287 @@
+"""The same training step, cut another way: real model, buffers, schedule and optimizer on the ranks of the pool.
+
+    got = run_step(pool, case, Layout(ep=2, dp=2), batch, weights, plan=all_to_rank(0, 2, 8, 2))
+    assert_matches(reference_step(...), got)
+
+The global batch is always the same samples in the same order: microbatch m of data parallel rank d is block m * dp + d.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.module_api.global_names import named_global_parameters
+from megatron.core.module_api.weight_init import local_slice
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.param_attrs import param_attrs
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_logging import LOSS_LABELS, MoEMetrics
+from megatron.core.transformer.moe.router import TopKRouter
+from tests.common.collective_log import CollectiveLog
+from tests.common.forced_router import Plan, forced_routing
+from tests.common.reference import Batch, StepResult
+from tests.common.reference_model import GptShape
+
+GRAD_KEYS = ("grad_reduce_in_bf16", "overlap_grad_reduce", "bucket_size", "average_in_collective")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step is cut and carried out. `dp` counts all data parallel ranks, those of EP included."""
+
+    dp: int = 1
+    ep: int = 1
+    micro_batch_size: int = 1
+    dispatcher: str = "alltoall"
+    is_grouped: bool = False
+    dtype: torch.dtype = torch.float64
+    overlap_grad_reduce: bool = False
+    bucket_size: int | None = None
+    average_in_collective: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp
+
+    def __str__(self) -> str:
+        """Test id: what differs from the defaults."""
+        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        return "-".join(f"{name}={value}" for name, value in changed) or "one_rank"
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A model: fields of TransformerConfig that no layout changes, and the arguments of GPTModel."""
+
+    config_fields: Mapping[str, Any]
+    shape: GptShape = field(default_factory=GptShape)
+
+    def config(self, layout: Layout) -> TransformerConfig:
+        """The configuration under a layout."""
+        return TransformerConfig(
+            **self.config_fields,
+            device="cpu",
+            params_dtype=layout.dtype,
+            expert_model_parallel_size=layout.ep,
+            moe_token_dispatcher_type=layout.dispatcher,
+            moe_grouped_gemm=layout.is_grouped,
+        )
+
+
+@dataclass
+class RankStep:
+    """What one rank sends back: its own shards."""
+
+    loss_sums: torch.Tensor
+    """[2]: token losses and tokens of this rank in the first step."""
+    grads: dict[str, tuple[torch.Tensor, Any, int]]
+    """{global name: (local gradient, ParamAttrs without its init, parts along the cut)}."""
+    params: dict[str, tuple[torch.Tensor, Any, int]]
+    grad_norm: float | None
+    aux: dict[str, float]
+    routing_maps: dict[int, dict[int, torch.Tensor]]
+    """{layer: {token id: bool [E]}}, first step."""
+    expert_bias: dict[int, torch.Tensor]
+    log: list[Any]
+
+
+def run_step(
+    pool: Any,
+    case: ModelCase,
+    layout: Layout,
+    batch: Batch,
+    weights: Mapping[str, torch.Tensor],
+    plan: Plan | None = None,
+    steps: int = 1,
+    **options: Any,
+) -> StepResult:
+    """Run `steps` equal steps and join all ranks' results; gradients and routing are those of the first step.
+
+    Options: `expert_bias` {layer: [E]}, `learning_rate` and `clip_grad` of plain SGD.
+    """
+    ranks = pool.run(step_job, case, layout, batch, dict(weights), plan, steps, options, world_size=layout.world_size)
+    return join_ranks(ranks)
+
+
+def join_ranks(ranks: Sequence[RankStep]) -> StepResult:
+    """Assemble full tensors; copies on several ranks must be bitwise equal."""
+    for rank in ranks[1:]:
+        assert rank.grad_norm == ranks[0].grad_norm, f"gradient norms {[r.grad_norm for r in ranks]}"
+        assert rank.aux == ranks[0].aux, f"logged values {[r.aux for r in ranks]}"
+        for layer, bias in rank.expert_bias.items():
+            assert torch.equal(bias, ranks[0].expert_bias[layer]), f"expert bias of layer {layer} differs between ranks"
+    maps = {}
+    for layer in ranks[0].routing_maps:
+        rows = {token: row for rank in ranks for token, row in rank.routing_maps[layer].items()}
+        maps[layer] = torch.stack([rows[token] for token in sorted(rows)])
+    sums = torch.stack([rank.loss_sums for rank in ranks]).sum(0)
+    return StepResult(
+        loss=float(sums[0] / sums[1]),
+        grads=_join("gradient", [rank.grads for rank in ranks]),
+        params=_join("parameter", [rank.params for rank in ranks]),
+        aux=ranks[0].aux,
+        routing_maps=maps,
+        tokens_per_expert={layer: routing_map.sum(0) for layer, routing_map in maps.items()},
+        expert_bias=ranks[0].expert_bias,
+        grad_norm=ranks[0].grad_norm,
+        logs=[rank.log for rank in ranks],
+    )
+
+
+def _join(kind: str, shards: Sequence[dict[str, tuple[torch.Tensor, Any, int]]]) -> dict[str, torch.Tensor]:
+    """{name: full tensor} from every rank's local ones."""
+    found: dict[str, dict[int, tuple[int, torch.Tensor, int, int]]] = {}
+    for rank, local in enumerate(shards):
+        for name, (tensor, (dim, num_parts, part), pieces) in local.items():
+            owner = found.setdefault(name, {}).setdefault(part, (rank, tensor, dim, num_parts))
+            assert torch.equal(owner[1], tensor), f"{kind} {name} differs between ranks {owner[0]} and {rank}"
+            assert pieces >= 1, f"{kind} {name}: {pieces} pieces"
+    full = {}
+    for name, parts in found.items():
+        _, first, dim, num_parts = parts[0]
+        if dim is None:
+            full[name] = first
+        else:
+            chunks = [parts[part][1].chunk(num_parts, dim) for part in sorted(parts)]
+            full[name] = torch.cat([chunk[i] for i in range(num_parts) for chunk in chunks], dim)
+    return full
+
+
+def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
+    """The job of one rank."""
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=layout.ep)
+    config = case.config(layout)
+    config.finalize_model_grads_func = finalize_model_grads
+    shape = {f.name: getattr(case.shape, f.name) for f in fields(case.shape)}
+    model = GPTModel(config, get_gpt_decoder_block_spec(config), **shape)
+    load_weights(model, weights)
+    routers = {m.layer_number - 1: m for m in model.modules() if isinstance(m, TopKRouter)}
+    for layer, bias in options.get("expert_bias", {}).items():
+        routers[layer].expert_bias.copy_(bias)
+    ddp_config = DistributedDataParallelConfig(
+        overlap_grad_reduce=layout.overlap_grad_reduce,
+        bucket_size=layout.bucket_size,
+        average_in_collective=layout.average_in_collective,
+    )
+    chunk = DistributedDataParallel(config, ddp_config, model)
+    settings = OptimizerConfig(
+        optimizer="sgd",
+        lr=options.get("learning_rate", 0.1),
+        sgd_momentum=0.0,
+        weight_decay=0.0,
+        clip_grad=options.get("clip_grad", 0.0),
+    )
+    optimizer = get_megatron_optimizer(settings, [chunk])
+    result = RankStep(torch.zeros(2, dtype=torch.float64), {}, {}, None, {}, {layer: {} for layer in routers}, {}, [])
+    with ExitStack() as stack:
+        forced = stack.enter_context(forced_routing(model, plan)) if plan is not None else None
+        for step in range(steps):
+            blocks = _blocks_of_rank(batch, layout)
+            hooks = [] if step else _record_routing(routers, blocks, batch.tokens.shape[1], result.routing_maps)
+            with CollectiveLog() as log:
+                sums = _run_microbatches(chunk, batch, blocks, forced)
+                grads = {n: _shard(p, p.main_grad) for n, p in named_global_parameters(chunk)}
+                _, norm, _ = optimizer.step()
+            for hook in hooks:
+                hook.remove()
+            if step == 0:
+                result.loss_sums, result.grads, result.grad_norm, result.log = sums, grads, norm, log.records
+                logged = MoEMetrics([chunk]).reduce_and_reset(len(blocks))
+                result.aux = {kind: logged[label] for kind, label in LOSS_LABELS.items() if label in logged}
+    result.params = {n: _shard(p, p.detach()) for n, p in named_global_parameters(chunk)}
+    result.expert_bias = {layer: r.expert_bias for layer, r in routers.items() if r.expert_bias is not None}
+    return result
+
+
+def _blocks_of_rank(batch: Batch, layout: Layout) -> list[list[int]]:
+    """Sample numbers of each microbatch of this rank."""
+    size = layout.micro_batch_size
+    num_microbatches, rest = divmod(len(batch.tokens), size * layout.dp)
+    assert rest == 0, f"{len(batch.tokens)} samples, {layout.dp} ranks, micro batch size {size}"
+    starts = [(m * layout.dp + parallel_state.get_data_parallel_rank()) * size for m in range(num_microbatches)]
+    return [list(range(start, start + size)) for start in starts]
+
+
+def token_ids(samples: Sequence[int], seq_length: int) -> torch.Tensor:
+    """Global ids of the rows of a microbatch, which run position by position: int64 [s * b]."""
+    return (torch.tensor(samples)[None, :] * seq_length + torch.arange(seq_length)[:, None]).flatten()
+
+
+def _record_routing(routers, blocks, seq_length, into) -> list[Any]:
+    """Hooks that note the routing map of each forward pass under global token ids."""
+    hooks = []
+    for layer, router in routers.items():
+        remaining = iter(blocks)
+
+        def note(module, args, output, layer=layer, remaining=remaining):
+            ids = token_ids(next(remaining), seq_length).tolist()
+            into[layer].update(zip(ids, output[1].clone(), strict=True))
+
+        hooks.append(router.register_forward_hook(note))
+    return hooks
+
+
+def _run_microbatches(chunk, batch, blocks, forced) -> torch.Tensor:
+    """Clear the gradients, run all microbatches, finalise; returns [loss sum, tokens] of this rank."""
+    seq_length = batch.tokens.shape[1]
+
+    def forward_step(data_iterator, model):
+        samples = next(data_iterator)
+        if forced is not None:
+            forced.token_ids = token_ids(samples, seq_length)
+        positions = torch.arange(seq_length).expand(len(samples), seq_length)
+        losses = model(batch.tokens[samples], positions, None, labels=batch.labels[samples])
+        mask = batch.loss_mask[samples].to(losses.dtype)
+
+        def loss_func(output):
+            loss_sum, num_tokens = (output * mask).sum(), mask.sum().to(torch.int64)
+            report = torch.stack([loss_sum.detach().double(), num_tokens.double()])
+            return loss_sum, num_tokens, {"lm loss": report}
+
+        return losses, loss_func
+
+    chunk.zero_grad_buffer()
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(blocks),
+        model=[chunk],
+        num_microbatches=len(blocks),
+        seq_length=seq_length,
+        micro_batch_size=len(blocks[0]),
+    )
+    return torch.stack([report["lm loss"] for report in reports]).sum(0)
+
+
+def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Cut this rank's shards out of full tensors; every parameter must be given, and each shard fits."""
+    for name, param in named_global_parameters(model):
+        assert name in weights, f"no weight for {name}; known are {sorted(weights)}"
+        part = local_slice(weights[name], tuple(param.shape), param_attrs(param))
+        assert part.shape == param.shape, f"{name}: weight {tuple(part.shape)}, parameter {tuple(param.shape)}"
+        with torch.no_grad():
+            param.copy_(part)
+    unused = set(weights) - {name for name, _ in named_global_parameters(model)}
+    if ProcessGroupCollection.use_mpu_process_groups().world is not None:
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, unused)
+        unused = set.intersection(*by_rank)
+    assert not unused, f"weights that no rank uses: {sorted(unused)}"
+
+
+def _shard(param: torch.nn.Parameter, tensor: torch.Tensor) -> tuple[torch.Tensor, Any, int]:
+    """A local tensor with what is needed to put it back: (dim, parts that are cut one by one, rank of the cut)."""
+    attrs = param_attrs(param)
+    full = attrs.full_shape or tuple(param.shape)
+    pieces = 1 if attrs.partition_dim is None else full[attrs.partition_dim] // param.shape[attrs.partition_dim]
+    return tensor.detach().clone(), (attrs.partition_dim, attrs.num_parts, attrs.partition_rank), pieces
