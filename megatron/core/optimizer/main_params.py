@@ -33,6 +33,12 @@ class MainParams:
                 grads.append(main.grad)
         return grads
 
+    def release_grads(self) -> None:
+        """Undo `collect_grads`: backward must find no gradient that is a view of a buffer, or it adds to it twice."""
+        for param, main in self.pairs:
+            if main is not param or hasattr(param, "main_grad"):
+                main.grad = None
+
     def write_back(self) -> None:
         """Round the main parameters into the model's."""
         if self._halves:

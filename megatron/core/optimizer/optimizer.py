@@ -76,8 +76,8 @@ class MegatronOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients outside the buffers; the buffers are cleared by their owner."""
-        for param, main in self._main.pairs:
-            main.grad = None
+        self._main.release_grads()
+        for param, _ in self._main.pairs:
             if not set_to_none and param.grad is not None:
                 param.grad.zero_()
             else:
@@ -96,6 +96,7 @@ class MegatronOptimizer:
             found_inf = self._unscale(grads)
             self._scaler.update(found_inf)
             if found_inf:
+                self._main.release_grads()
                 return False, None, None
         # Step 3
         unique = unique_tensors(self._grads_by_param(), self.pg_collection)
@@ -108,6 +109,7 @@ class MegatronOptimizer:
             clip_by_total_norm(grads, self.config.clip_grad, norm)
         # Step 5
         self._inner.step()
+        self._main.release_grads()
         self._main.write_back()
         return True, float(norm), num_zeros
 
