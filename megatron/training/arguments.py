@@ -11,8 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch.nn.functional as F
-
 from megatron.core import env
 from megatron.core.configs.base import ConfigTopic
 from megatron.core.configs.flag_spec import NO_FLAG, flag_specs
@@ -20,10 +18,10 @@ from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.utils.activations import squared_relu
 from megatron.core.utils.logging import get_logger
 from megatron.training import check_config, explain_config, yaml_config
 from megatron.training.argument_factory import TOPICS, GivenArguments, Parser, build_parser, read_command_line
+from megatron.training.model_fields import model_overrides
 
 logger = get_logger(__name__)
 
@@ -46,9 +44,9 @@ def parse_args(
     parser = build_parser(extra_args_provider)
     given = read_command_line(parser, _with_yaml(parser, list(sys.argv[1:] if argv is None else argv)))
     args = fill_defaults(parser, given)
-    problems = given.problems + check_config.judge_flag_table(args, given)
     check_config.set_world(args, given)
     check_config.map_to_device(args, given)
+    problems = given.problems + check_config.judge_flag_table(args, given)
     drafts = _derive_topics(args)
     check_config.derive_training(args)
     problems += check_config.judge(args, drafts, given)
@@ -90,19 +88,6 @@ def optimizer_config_from_args(args: argparse.Namespace) -> OptimizerConfig:
 def ddp_config_from_args(args: argparse.Namespace) -> DistributedDataParallelConfig:
     """The configuration of gradient buffers and their reduction."""
     return config_from_args(DistributedDataParallelConfig, args)
-
-
-def model_overrides(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of the model that several flags decide together."""
-    overrides: dict[str, Any] = {"gated_linear_unit": bool(args.swiglu), "activation_func": F.gelu}
-    if args.swiglu:
-        overrides["activation_func"] = F.silu
-    elif args.squared_relu:
-        overrides["activation_func"] = squared_relu
-    if not args.group_query_attention:
-        overrides["num_query_groups"] = None
-    overrides["bias_activation_fusion"] = args.bias_gelu_fusion and args.add_bias_linear
-    return overrides
 
 
 def _values_of(cls: type[ConfigTopic], args: argparse.Namespace, overrides: dict[str, Any]) -> dict[str, Any]:

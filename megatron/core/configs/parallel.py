@@ -58,12 +58,6 @@ class ModelParallelConfig(PrecisionConfig):
     no_sync_func: Callable[..., Any] | None = knob(None, flag=NO_FLAG)
     """Context manager under which backward leaves gradients unreduced."""
 
-    grad_sync_func: Callable[..., Any] | None = knob(None, flag=NO_FLAG)
-    """Starts the reduction of a chunk's gradients."""
-
-    timers: Any = knob(None, flag=NO_FLAG)
-    """Timers of the training loop; None measures nothing."""
-
     def derive(self) -> None:
         """Resolve the sizes that follow from others."""
         self.fill("expert_tensor_parallel_size", self.tensor_model_parallel_size, "tensor_model_parallel_size")

@@ -58,16 +58,16 @@ class LoggingConfig(ConfigTopic):
     log_world_size_to_tensorboard: bool = False
     """Write the number of ranks too."""
 
-    wandb_project: str = ""
-    """Project at Weights & Biases; empty: not used."""
+    wandb_project: str | None = None
+    """Project at Weights & Biases; unset or empty: not used."""
 
-    wandb_exp_name: str = ""
+    wandb_exp_name: str | None = None
     """Name of the run there."""
 
-    wandb_entity: str = ""
+    wandb_entity: str | None = None
     """Entity of the run there."""
 
-    wandb_save_dir: str = ""
+    wandb_save_dir: str | None = None
     """Local folder of the run."""
 
     def check(self) -> list[Violation]:

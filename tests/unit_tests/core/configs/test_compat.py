@@ -1,0 +1,45 @@
+"""The rule table: ids are unique, rows say what to do, and each row can be violated."""
+
+import pytest
+
+from megatron.core.configs.compat import NOT_YET, RULES, judge
+from megatron.core.configs.transformer import TransformerConfig
+from megatron.training.check_rules import TRAINING_RULES
+
+ALL = RULES + TRAINING_RULES
+SIZES = {"num_layers": 4, "hidden_size": 96, "num_attention_heads": 6}
+MOE = {**SIZES, "num_moe_experts": 8}
+VIOLATORS = {
+    "tp": {**SIZES, "tensor_model_parallel_size": 2},
+    "pp": {**SIZES, "pipeline_model_parallel_size": 2},
+    "vpp": {**SIZES, "virtual_pipeline_model_parallel_size": 2},
+    "cp": {**SIZES, "context_parallel_size": 2},
+    "etp": {**MOE, "expert_tensor_parallel_size": 2},
+    "ep-without-experts": {**SIZES, "expert_model_parallel_size": 2},
+    "ep-divides-experts": {**MOE, "expert_model_parallel_size": 3},
+    "moe-layer-pattern": {**MOE, "moe_layer_freq": [1, 0]},
+    "moe-tp-needs-sp": {**MOE, "tensor_model_parallel_size": 2},
+    "moe-bias-etp": {**MOE, "expert_tensor_parallel_size": 2},
+}
+
+
+def test_ids_are_unique():
+    assert len({rule.id for rule in ALL}) == len(ALL)
+
+
+@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.id)
+def test_row_gives_reason_and_remedy(rule):
+    assert rule.why
+    assert rule.remedy
+    assert rule.feature
+    assert not rule.remedy.endswith(".")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_row_is_violated_by_its_example_and_not_by_a_plain_model(rule):
+    assert judge(TransformerConfig(**MOE), (rule,)) == []
+    assert len(judge(TransformerConfig.draft(**VIOLATORS[rule.id]), (rule,))) == 1
+
+
+def test_missing_features_are_told_from_invalid_ones():
+    assert {rule.id for rule in NOT_YET} == {"tp", "pp", "vpp", "cp", "etp"}
