@@ -12,17 +12,16 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
-import re
 from pathlib import Path
 
 import pytest
 
 from tests.common.evidence import Recorder
+from tests.common.missing_packages import MissingPackages
 
 pytest_plugins = ("tests.common.fixtures",)
 
 ROOT = Path(__file__).parents[1]
-MISSING = re.compile(r"could not import|No module named|not installed|cannot be imported", re.IGNORECASE)
 # Fixtures that start worker processes: their tests share one pool, so all of them go to the same pytest process.
 POOL_FIXTURES = frozenset({"pool", "worker_pool"})
 TIMEOUT_FULL = 600
@@ -49,31 +48,3 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group("launch"))
         elif POOL_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("pool"))
-
-
-class MissingPackages:
-    """Collects the tests that were skipped for an absent package, and fails the run for them when asked to."""
-
-    def __init__(self, config):
-        self.is_fatal = config.getoption("--fail-on-missing-package")
-        self.skipped = []
-
-    def pytest_runtest_logreport(self, report):
-        self._look_at(report)
-
-    def pytest_collectreport(self, report):
-        self._look_at(report)
-
-    def _look_at(self, report):
-        if report.skipped and MISSING.search(str(report.longrepr)):
-            self.skipped.append(report.nodeid)
-
-    def pytest_sessionfinish(self, session, exitstatus):
-        if self.is_fatal and self.skipped and exitstatus == 0:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def pytest_terminal_summary(self, terminalreporter):
-        if self.is_fatal and self.skipped:
-            terminalreporter.section("skipped for a missing package: not allowed here")
-            for nodeid in self.skipped:
-                terminalreporter.line(nodeid)

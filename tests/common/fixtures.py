@@ -1,17 +1,23 @@
 """Fixtures around the worker pool; loaded as a plugin by tests/conftest.py."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.common.pool import WorkerPool
+if TYPE_CHECKING:
+    from tests.common.pool import WorkerPool
 
 _POOLS: list[WorkerPool] = []
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
-    """The workers of this test run; they start with the first job."""
+    """The workers of this test run; they start with the first job, and torch is imported for them only."""
+    from tests.common.pool import WorkerPool
+
     workers = WorkerPool()
     _POOLS.append(workers)
     yield workers

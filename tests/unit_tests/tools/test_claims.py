@@ -2,7 +2,6 @@ import json
 
 import pytest
 
-from tests.common.evidence import fold
 from tools import claims
 
 TEST_FILE = "tests/test_x.py"
@@ -96,11 +95,3 @@ def test_check_fails_until_written_and_after_a_change(checkout, capsys):
     write_record(checkout, "cpu", "2026-01-01", "passed")
     assert claims.main(["--check"], checkout) == 1
     assert "docs/claims.md is out of date" in capsys.readouterr().err
-
-
-def test_cases_fold_into_their_function_and_the_worst_outcome_wins():
-    folded = fold({"f.py::test[a]": "passed", "f.py::test[b]": "failed", "f.py::other": "skipped"})
-    assert folded == {
-        "f.py::other": {"outcome": "skipped", "cases": 1},
-        "f.py::test": {"outcome": "failed", "cases": 2},
-    }
