@@ -26,7 +26,7 @@ class MegatronTokenizer(ABC):
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text, without special tokens."""
+        """Return the ids of a text; no special token but those that the model adds by itself."""
 
     @abstractmethod
     def detokenize(self, ids: list[int]) -> str:
