@@ -43,7 +43,9 @@ def git_state(root: Path) -> tuple[str, bool]:
 
 
 def environment() -> dict[str, Any]:
-    """Describe the machine and the packages; asks torch for an accelerator only if a test has loaded torch."""
+    """Describe the machine and the packages."""
+    import torch  # here, since only recorded runs may wait for it
+
     described: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -55,8 +57,7 @@ def environment() -> dict[str, Any]:
             described[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             described[name] = None
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
+    if torch.cuda.is_available():
         described["accelerator"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     return described
 

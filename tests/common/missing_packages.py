@@ -1,4 +1,4 @@
-"""Where every optional package is installed, a test that is skipped for a missing one hides a fault: it fails the run."""
+"""Where every optional package is installed, a test skipped for a missing one hides a fault: it fails the run."""
 
 from __future__ import annotations
 
