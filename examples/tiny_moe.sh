@@ -34,10 +34,10 @@ MOE=(
   --moe-token-dispatcher-type alltoall --moe-grouped-gemm --expert-model-parallel-size 2
 )
 TRAINING=(
-  --micro-batch-size 16 --global-batch-size 32 --train-iters 600 --seed 1234
-  --optimizer adam --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 30
+  --micro-batch-size 16 --global-batch-size 32 --train-iters 300 --seed 1234
+  --optimizer adam --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 20
   --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
-  --eval-interval 200 --eval-iters 8 --log-interval 20 --log-throughput
+  --eval-interval 100 --eval-iters 8 --log-interval 20 --log-throughput
 )
 DATA=(
   --data-path "$OUT/corpus_text_document" --split 90,10,0 --tokenizer-type ByteTokenizer --num-workers 0

@@ -1,0 +1,62 @@
+"""The runner itself: command lines, and a comparison that lets nothing slip."""
+
+import math
+
+import pytest
+
+from tests.functional_tests.cases import command_words, find_cases
+from tests.functional_tests.golden import collect, compare, write_golden
+
+GOLDEN = {"lm loss": {step: 5.0 for step in range(1, 13)}, "num-zeros": {step: 100.0 for step in range(1, 13)}}
+
+
+def changed(metric, step, value):
+    return {**GOLDEN, metric: {**GOLDEN[metric], step: value}}
+
+
+def test_model_args_become_words():
+    args = {"--bf16": True, "--fp16": False, "--lr": 1e-3, "--split": None, "--data-path": ["0.5", "${DATA_PATH}"]}
+    assert command_words(args, {"DATA_PATH": "/d"}) == ["--bf16", "--lr", "0.001", "--data-path", "0.5", "/d"]
+
+
+def test_unknown_case_is_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match="no case nonsense; known are gpt/dense_fp32"):
+        find_cases(["nonsense"])
+
+
+@pytest.mark.parametrize(
+    ("run", "is_same", "passes"),
+    [
+        pytest.param(GOLDEN, True, True, id="equal"),
+        pytest.param(changed("lm loss", 3, 5.00001), True, False, id="fifth-decimal-same-machine"),
+        pytest.param(changed("lm loss", 3, 5.00001), False, True, id="fifth-decimal-other-machine"),
+        pytest.param(changed("lm loss", 10, 5.001), False, False, id="early-beyond-1e-4"),
+        pytest.param(changed("lm loss", 11, 5.001), False, True, id="late-within-2e-3"),
+        pytest.param(changed("lm loss", 11, 5.02), False, False, id="late-beyond-2e-3"),
+        pytest.param(changed("lm loss", 3, math.nan), False, False, id="nan"),
+        pytest.param(changed("num-zeros", 3, 119.0), False, True, id="count-within-a-fifth"),
+        pytest.param(changed("num-zeros", 3, 200.0), False, True, id="one-stray-count-other-machine"),
+        pytest.param({**GOLDEN, "num-zeros": dict.fromkeys(range(1, 13), 200.0)}, False, False, id="all-counts-stray"),
+        pytest.param(changed("num-zeros", 3, 101.0), True, False, id="count-same-machine"),
+        pytest.param({"lm loss": {1: 5.0}, "num-zeros": GOLDEN["num-zeros"]}, False, False, id="missing-steps"),
+        pytest.param({"lm loss": GOLDEN["lm loss"]}, False, False, id="missing-metric"),
+    ],
+)
+def test_comparison(run, is_same, passes):
+    assert (compare(GOLDEN, run, is_same) == []) is passes
+
+
+def test_curve_of_nans_fails_against_itself():
+    nans = {"lm loss": {1: math.nan, 2: math.nan}}
+    assert compare(nans, nans, is_same_fingerprint=True) == ["lm loss: 2 steps differ, first 1: nan for nan"]
+
+
+def test_log_pieces_are_rounded_to_five_decimals():
+    log = " [x] iteration        3/     100 | lm loss: 5.4987081E+00 | num zeros: 12 |\n"
+    assert collect(log, ("lm loss", "num-zeros")) == {"lm loss": {3: 5.49871}, "num-zeros": {3: 12.0}}
+
+
+@pytest.mark.parametrize("series", [{}, {1: math.nan}])
+def test_golden_without_finite_values_is_refused(tmp_path, series):
+    with pytest.raises(ValueError, match="all of them finite"):
+        write_golden(tmp_path / "golden.json", {"lm loss": series})
