@@ -1,0 +1,34 @@
+"""The status table of README.md comes from the rule tables."""
+
+import pytest
+
+from tools import status_table
+
+
+def test_table_tells_what_works_from_what_is_missing():
+    lines = status_table.render().split("\n")
+    assert any(line.startswith("| works | training loop | `--micro-batch-size`") for line in lines)
+    assert any(line.startswith("| not yet | FP8 training | `--fp8-format`") for line in lines)
+    assert any(line.startswith("| left out | Megatron-FSDP |") for line in lines)
+
+
+def test_sizes_above_one_are_listed_as_missing():
+    assert "--tensor-model-parallel-size > 1" in status_table.collect()["not_yet"]["tensor parallelism"]
+
+
+def test_check_fails_until_the_table_is_written(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{status_table.BEGIN}\nold\n{status_table.END}\nafter\n")
+    options = ["--readme", str(readme)]
+    assert status_table.main([*options, "--check"]) == 1
+    assert status_table.main(options) == 0
+    assert status_table.main([*options, "--check"]) == 0
+    assert readme.read_text().startswith("before\n")
+    assert readme.read_text().endswith("\nafter\n")
+
+
+def test_missing_markers_are_an_error(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("nothing\n")
+    with pytest.raises(SystemExit, match="needs the markers"):
+        status_table.main(["--readme", str(readme)])
