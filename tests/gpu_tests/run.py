@@ -1,0 +1,112 @@
+"""Runs the GPU tests in parts, the most valuable first: what `make test-gpu` calls.
+
+    python3 tests/gpu_tests/run.py                   all parts that this machine's GPUs allow
+    python3 tests/gpu_tests/run.py --only loss-ep2   one part, or several; this also resumes after the time ran out
+
+Every part is a pytest run of its own with a time limit. A part that hangs is told to print the stack of every thread and
+is killed. After each part its record is written to docs/evidence/gpu-<part>.json, and copied to $OUT if that is set. No
+part is begun that could outlast the budget (9 minutes), and what was left out is named. Needs torch, pytest, PyYAML and
+tqdm; the repository need not be installed. Exit code 0 if all parts passed, 1 if not, 3 if some were left out for time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BUDGET_SECONDS = 540
+GRACE_SECONDS = 10
+LEFT_OUT = 3
+
+
+@dataclass(frozen=True)
+class Part:
+    """One pytest selection."""
+
+    name: str
+    selection: tuple[str, ...]
+    limit_seconds: int
+    num_gpus: int = 1
+
+
+LAUNCHES = "tests/gpu_tests/test_launches.py"
+PARTS = (
+    Part("loss", (f"{LAUNCHES}::test_loss_curves_of_cpu_and_cuda_agree[1]",), 150),
+    Part("loss-ep2", (f"{LAUNCHES}::test_loss_curves_of_cpu_and_cuda_agree[2]",), 150, num_gpus=2),
+    Part("bf16", (f"{LAUNCHES}::test_bf16_mixture_learns_with_grouped_experts",), 120),
+    Part("repeatable", (f"{LAUNCHES}::test_deterministic_runs_are_bitwise_equal",), 120),
+    Part("unit", ("tests/gpu_tests", "--ignore", LAUNCHES), 240),
+)
+
+
+def run_part(part: Part) -> int:
+    """Run one part and return pytest's exit code, or 124 after its time limit."""
+    words = [sys.executable, "-X", "faulthandler", "-m", "pytest", *part.selection]
+    words += ["-m", "gpu", "--evidence", f"gpu-{part.name}", "-o", "addopts=-ra", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
+    process = subprocess.Popen(words, cwd=ROOT, env=environment, start_new_session=True)
+    try:
+        return process.wait(timeout=part.limit_seconds)
+    except subprocess.TimeoutExpired:
+        # The abort signal makes the fault handler of every process of the part print its stacks.
+        os.killpg(process.pid, signal.SIGABRT)
+        time.sleep(GRACE_SECONDS)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return 124
+
+
+def save_record(part: Part) -> None:
+    """Copy the record of a part to $OUT."""
+    record = ROOT / "docs" / "evidence" / f"gpu-{part.name}.json"
+    if "OUT" in os.environ and record.exists():
+        shutil.copy(record, os.environ["OUT"])
+
+
+def count_gpus() -> int:
+    """Ask torch in a process of its own, so that this one never holds a GPU."""
+    question = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    return int(subprocess.run(question, capture_output=True, text=True, check=True, timeout=120).stdout)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [part.name for part in PARTS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"of {', '.join(names)}")
+    parser.add_argument("--budget", type=int, default=BUDGET_SECONDS, help="seconds in all (default: %(default)s)")
+    args = parser.parse_args(argv)
+    start, num_gpus = time.monotonic(), count_gpus()
+    faulthandler.dump_traceback_later(args.budget + 2 * GRACE_SECONDS, exit=True)
+    outcomes: dict[str, str] = {}
+    for part in PARTS:
+        if args.only and part.name not in args.only:
+            continue
+        if num_gpus < part.num_gpus:
+            outcomes[part.name] = f"skipped: needs {part.num_gpus} GPUs, {num_gpus} are here"
+        elif time.monotonic() - start + part.limit_seconds > args.budget:
+            outcomes[part.name] = "left out: no time; resume with --only"
+        else:
+            begin = time.monotonic()
+            code = run_part(part)
+            save_record(part)
+            verdict = {0: "passed", 5: "no tests", 124: "timed out"}.get(code, f"failed ({code})")
+            outcomes[part.name] = f"{verdict} in {time.monotonic() - begin:.0f} s"
+        print(f"=== {part.name}: {outcomes[part.name]}", flush=True)
+    print("\n".join(f"{name:12s} {outcome}" for name, outcome in outcomes.items()))
+    if any(outcome.startswith(("failed", "timed out")) for outcome in outcomes.values()):
+        return 1
+    return LEFT_OUT if any(outcome.startswith("left out") for outcome in outcomes.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
