@@ -211,8 +211,14 @@ def test_every_gate_has_a_seeded_violation():
         ("megatron/training/loop.py", "def f(args):\n    args.unread_knob = 1\n", True),
         ("megatron/training/loop.py", "def f(args):\n    return args.n_knobs\n", False),
         ("megatron/core/transformer/mlp.py", "def f(config):\n    return getattr(config, 'unread_knob')\n", False),
+        (
+            "megatron/core/transformer/mlp.py",
+            "def need(args, name):\n    return getattr(args, name)\n\n\nf = lambda args: need(args, 'unread_knob')\n",
+            False,
+        ),
+        ("megatron/core/transformer/mlp.py", "def f(config):\n    return show('unread_knob')\n", True),
     ],
-    ids=["argument-code", "derived", "rule", "written", "by-dest", "getattr"],
+    ids=["argument-code", "derived", "rule", "written", "by-dest", "getattr", "own-getter", "only-named"],
 )
 def test_knob_is_dead_unless_acting_code_reads_it(file, text, is_dead, checkout):
     write(checkout, {"megatron/core/configs/more.py": KNOB, file: text})

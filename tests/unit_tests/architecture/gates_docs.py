@@ -11,7 +11,7 @@ from tests.unit_tests.architecture import policy
 from tests.unit_tests.architecture.gates_names import within
 from tests.unit_tests.architecture.source import Finding, Function, Source, Tree
 
-SHAPE = re.compile(r"\[[^\[\]]+\]|\bscalar\b|\bany shape\b")
+SHAPE = re.compile(r"\[[^\[\]]*\]|\bscalar\b|\bany shape\b")
 IN_BACKTICKS = re.compile(r"`([^`\s]+)`|\]\(([^)\s#]+)(?:#[^)]*)?\)")
 # A bare name such as `metadata.json` is a file that a run writes; a path, and the name of a source, are ours.
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/|[\w.-]+(?:/[\w.-]+)+\.(?:txt|toml|yaml|json)|[\w./-]+\.(?:py|md|sh|cpp)")

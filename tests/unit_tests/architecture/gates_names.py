@@ -10,6 +10,7 @@ from tests.unit_tests.architecture import policy
 from tests.unit_tests.architecture.source import Finding, Source, Tree, dotted
 
 ANY_TODO = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+GETTERS = frozenset({"getattr", "attrgetter", "operator.attrgetter"})
 GOOD_TODO = re.compile(r"TODO\([^)]+\): \S")
 
 
@@ -84,12 +85,19 @@ def names_read(tree: Tree) -> set[str]:
     for source in (*tree.product, *tree.scripts):
         if within(source.module, judges):
             continue
+        getters = GETTERS | {function.node.name for function in source.functions if _passes_on_a_name(function.node)}
         for node in ast.walk(source.tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 read.add(node.attr)
-            elif isinstance(node, ast.Call) and dotted(node.func) in {"getattr", "operator.attrgetter", "attrgetter"}:
+            elif isinstance(node, ast.Call) and dotted(node.func) in getters:
                 read.update(item.value for item in node.args if isinstance(item, ast.Constant))
     return read
+
+
+def _passes_on_a_name(node: ast.AST) -> bool:
+    """Tell whether a function hands a name that it was given to `getattr`."""
+    calls = (item for item in ast.walk(node) if isinstance(item, ast.Call) and dotted(item.func) == "getattr")
+    return any(len(call.args) > 1 and isinstance(call.args[1], ast.Name) for call in calls)
 
 
 def derived_inputs(tree: Tree) -> set[str]:
