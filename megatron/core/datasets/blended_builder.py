@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from megatron.core import env
 from megatron.core.datasets.blended_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
@@ -165,7 +166,7 @@ def _wave_of_rank() -> int:
     """Return 0 for the first rank of the world, 1 for the first of each other node, 2 for the rest."""
     if dist.get_rank() == 0:
         return 0
-    return 1 if dist.get_node_local_rank(fallback_rank=dist.get_rank()) == 0 else 2
+    return 1 if env.local_rank() == 0 else 2
 
 
 def _share_error(error: Exception | None) -> None:

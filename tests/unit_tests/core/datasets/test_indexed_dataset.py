@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ def change_bytes(path, offset, replacement):
 
 
 def test_index_has_the_documented_bytes(prefix):
-    raw = open(prefix + ".idx", "rb").read()
+    raw = Path(prefix + ".idx").read_bytes()
     assert len(raw) == 162
     assert raw[:34].hex() == "4d4d49444944580000" + "0100000000000000" + "08" + "0600000000000000" + "0700000000000000"
     assert raw[34:58].hex() == "050000000300000009000000010000000700000004000000"
@@ -33,7 +34,7 @@ def test_index_has_the_documented_bytes(prefix):
 
 def test_tokens_are_little_endian_without_a_header(tmp_path):
     prefix = write_tokens(tmp_path / "data", [[1, 258]])
-    assert open(prefix + ".bin", "rb").read() == b"\x01\x00\x02\x01"
+    assert Path(prefix + ".bin").read_bytes() == b"\x01\x00\x02\x01"
 
 
 @pytest.mark.parametrize("mmap", [True, False])
