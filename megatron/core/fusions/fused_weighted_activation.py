@@ -51,17 +51,14 @@ class _WeightedSwiglu(torch.autograd.Function):
         return F.silu(gate).mul_(up).mul_(upcast(probs).unsqueeze(-1)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, probs = ctx.saved_tensors
         gate, up = upcast(x).chunk(2, dim=-1)
-        activated = F.silu(gate)
-        wide_grad = upcast(grad)
-        grad_probs = None
-        if ctx.needs_input_grad[1]:
-            grad_probs = (activated * up).mul_(wide_grad).sum(dim=-1).to(probs.dtype)
-        weighted = wide_grad * upcast(probs).unsqueeze(-1)
-        grad_x = torch.empty_like(x)
-        width = gate.shape[-1]
-        grad_x[:, width:].copy_(activated.mul_(weighted))
-        grad_x[:, :width].copy_(torch.ops.aten.silu_backward(weighted.mul_(up), gate))
-        return grad_x, grad_probs
+        weight, grad = upcast(probs).unsqueeze(-1), upcast(grad)
+        grad_x = torch.empty_like(x, dtype=gate.dtype)
+        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+        activated, inner = F.silu(gate), grad * up
+        grad_probs = (inner * activated).sum(dim=-1).to(probs.dtype)
+        torch.mul(activated.mul_(weight), grad, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(inner.mul_(weight), gate, grad_input=grad_gate)
+        return grad_x.to(x.dtype), grad_probs
