@@ -17,6 +17,7 @@ from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.training import flag_table, legacy_flags
+from megatron.training.configs.checkpoint import CheckpointConfig
 from megatron.training.configs.data import DataConfig
 from megatron.training.configs.distributed import DistributedConfig
 from megatron.training.configs.logging import LoggingConfig
@@ -37,6 +38,7 @@ TOPICS: dict[str, type[ConfigTopic]] = {
     "Schedules of learning rate and weight decay": SchedulerConfig,
     "Data": DataConfig,
     "Tokenizer": TokenizerConfig,
+    "Checkpoints": CheckpointConfig,
     "Logging": LoggingConfig,
     "Profiling": ProfilingConfig,
 }

@@ -90,6 +90,9 @@ def map_to_device(args: argparse.Namespace, given: GivenArguments) -> None:
             given.notices.append(f"{backend} nccl: there is no GPU, collectives run through gloo")
         args.distributed_backend = "gloo"
         args.origins["distributed_backend"] = "derived from device: no GPU"
+    kernels = given.spellings.get("attention_backend")
+    if kernels and not has_gpu and args.attention_backend in ("flash", "fused"):
+        given.notices.append(f"{kernels} {args.attention_backend}: there is no GPU, torch's CPU kernel runs")
     if args.transformer_impl == "local":
         return
     if args.transformer_impl == "auto":

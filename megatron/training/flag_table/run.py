@@ -2,52 +2,38 @@
 
 from megatron.training.flag_table.rows import ValueRow, negative, no_effect, not_yet, refused, switch, value, words
 
-STRICTNESS = (
-    "assume_ok_unexpected|log_unexpected|log_all|raise_unexpected|raise_all|return_unexpected|return_all|ignore_all"
-)
-
 FEATURES = (
-    not_yet(
-        "checkpoints",
-        "drop the flag: weights are lost at the end of the run",
-        value("--save", str),
-        value("--load", str),
-        value("--save-interval --persistent-save-interval", int),
-        value("--save-retain-interval", int),
-        value("--ckpt-step", int),
-        switch("--finetune"),
-        value("--pretrained-checkpoint", str),
-        switch("--no-save-optim", None),
-        switch("--no-save-rng", None),
-        switch("--no-load-optim", None),
-        switch("--no-load-rng", None),
-        switch("--use-checkpoint-args"),
-        switch("--exit-on-missing-checkpoint"),
-        switch("--async-save"),
-        value("--override-ckpt-iteration", int),
+    refused(
+        "checkpoints in other formats",
+        "torch_dist is the format here; convert others with the tools of the program that wrote them",
+        value("--ckpt-format", str, "torch_dist", "torch|torch_dist|torch_dcp|fsdp_dtensor"),
         value("--ckpt-convert-format", str, None, "torch|torch_dist"),
         value("--ckpt-convert-save", str),
+    ),
+    not_yet(
+        "short-lived checkpoints",
+        "use --save-interval with --save-retain-interval",
         value("--non-persistent-save-interval", int),
         value("--non-persistent-ckpt-type", str, None, "global|local|in_memory"),
-        switch("--override-opt-param-scheduler --override-opt_param-scheduler"),
-        switch("--use-checkpoint-opt-param-scheduler --use-checkpoint-opt_param-scheduler"),
+    ),
+    not_yet(
+        "further controls of checkpoints",
+        "drop the flag",
+        value("--override-ckpt-iteration", int),
         switch("--log-progress"),
         value("--verify-resume", int),
-        switch("--ckpt-fallback"),
-        switch("--async-ckpt-use-cpu-shm"),
         switch("--verify-integrity"),
     ),
     no_effect(
-        "settings of checkpoints",
-        "no checkpoint is written or read",
-        value("--ckpt-format", str, "torch_dist", "torch|torch_dist|torch_dcp|fsdp_dtensor"),
+        "other ways to write and read a checkpoint",
+        "ranks always write disjoint parts, in this process, and read only what they need",
         switch("--auto-detect-ckpt-format"),
         value("--async-strategy", str, "nvrx", "nvrx|mcore"),
+        switch("--async-ckpt-use-cpu-shm"),
         switch("--use-persistent-ckpt-worker"),
         negative("--no-ckpt-fully-parallel-save", "ckpt_fully_parallel_save"),
         switch("--ckpt-fully-parallel-load"),
         switch("--ckpt-assume-constant-structure"),
-        value("--dist-ckpt-strictness", str, "assume_ok_unexpected", STRICTNESS),
         switch("--dist-ckpt-optim-fully-reshardable"),
         switch("--use-dist-ckpt"),
         value("--dist-ckpt-format", str),
@@ -100,6 +86,13 @@ FEATURES = (
 )
 
 VALUES = (
+    ValueRow(
+        "dist_ckpt_strictness",
+        ("return_unexpected", "return_all"),
+        "refused",
+        "lists of keys returned from a load",
+        "use log_unexpected or log_all",
+    ),
     ValueRow(
         "tokenizer_type",
         (

@@ -146,6 +146,16 @@ def test_world_comes_from_the_launcher(monkeypatch):
         ("--num-layers two", "num_layers='two'", "not an integer"),
         ("--eval-global-batch-size 3", "eval_global_batch_size=3", "--eval-global-batch-size a multiple of 2"),
         ("--world-size 8", "world_size=8", "for tools that train nothing"),
+        (
+            "--moe-flex-dispatcher-backend hybirdep",
+            "moe_flex_dispatcher_backend='hybirdep'",
+            "deepep, hybridep, ncclep",
+        ),
+        (
+            "--device cuda --transformer-impl transformer_engine",
+            "transformer_impl='transformer_engine'",
+            "not there yet",
+        ),
         ("--moe-token-dispatcher-type altoall", "moe_token_dispatcher_type='altoall'", "did you mean alltoall"),
         ("--moe-router-num-groups 3 --moe-router-group-topk 1", "moe_router_num_groups=3", "--moe-router-num-groups"),
         ("--tokenizer-type NullTokenizer", "tokenizer_type='NullTokenizer' with vocab_size=None", "--vocab-size"),
@@ -251,9 +261,15 @@ def test_no_position_embedding_drops_only_a_learned_table():
 
 def test_gpu_choices_map_to_the_cpu_with_one_line_each(caplog):
     flags = "--transformer-impl transformer_engine --distributed-backend nccl --moe-permute-fusion --te-rng-tracker"
-    args = parse(f"{MOE} {flags}")
+    args = parse(f"{MOE} {flags} --attention-backend flash")
     assert (args.transformer_impl, args.distributed_backend) == ("local", "gloo")
-    for flag in ("--transformer-impl", "--distributed-backend", "--moe-permute-fusion", "--te-rng-tracker"):
+    for flag in (
+        "--transformer-impl",
+        "--distributed-backend",
+        "--moe-permute-fusion",
+        "--te-rng-tracker",
+        "--attention-backend",
+    ):
         assert sum(line.startswith(flag) for line in caplog.messages) == 1
 
 

@@ -30,7 +30,9 @@ def test_open_values_are_derived():
 
 
 def test_gated_width_is_eight_thirds_rounded_down_to_64():
-    config = TransformerConfig(**SIZES, gated_linear_unit=True, activation_func=F.silu)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=112, num_attention_heads=7, gated_linear_unit=True, activation_func=F.silu
+    )
     assert config.ffn_hidden_size == 256
 
 

@@ -1,0 +1,95 @@
+"""Where checkpoints are written and read, what they hold, and how strictly they must fit."""
+
+import dataclasses
+from typing import Literal
+
+from megatron.core.configs.base import ConfigTopic, Violation, violation
+from megatron.core.configs.flag_spec import knob
+
+
+@dataclasses.dataclass(kw_only=True)
+class CheckpointConfig(ConfigTopic):
+    """Checkpoints."""
+
+    save: str | None = None
+    """Folder that checkpoints are written to; unset: the weights are lost at the end of the run."""
+
+    save_interval: int | None = knob(None, flag="--save-interval --persistent-save-interval")
+    """Steps between saves; the last step is saved in any case."""
+
+    save_retain_interval: int | None = None
+    """Keep only checkpoints whose iteration is a multiple of this, and the newest."""
+
+    async_save: bool = False
+    """Write in the background; the run goes on once its state is copied."""
+
+    load: str | None = None
+    """Folder that a run continues from; without a checkpoint in it the run starts fresh."""
+
+    ckpt_step: int | None = None
+    """Load this iteration instead of the newest."""
+
+    ckpt_fallback: bool = False
+    """Load the newest complete checkpoint if the one the tracker names is damaged."""
+
+    exit_on_missing_checkpoint: bool = False
+    """Refuse to start fresh if --load holds no checkpoint."""
+
+    pretrained_checkpoint: str | None = None
+    """Folder of initial weights, read when --load holds no checkpoint."""
+
+    finetune: bool = False
+    """Load the weights only and count from iteration 0."""
+
+    no_save_optim: bool = False
+    """Leave the optimizer state out of checkpoints."""
+
+    no_save_rng: bool = False
+    """Leave the random generators out of checkpoints."""
+
+    no_load_optim: bool = False
+    """Start with a fresh optimizer state."""
+
+    no_load_rng: bool = False
+    """Start with generators from --seed."""
+
+    use_checkpoint_args: bool = False
+    """Take the flags of the model and the tokenizer from the checkpoint; it wins over the command line."""
+
+    dist_ckpt_strictness: Literal[
+        "raise_all", "raise_unexpected", "assume_ok_unexpected", "log_all", "log_unexpected", "ignore_all"
+    ] = "raise_all"
+    """What missing and unexpected keys of a checkpoint lead to."""
+
+    override_opt_param_scheduler: bool = knob(
+        False, flag="--override-opt-param-scheduler --override-opt_param-scheduler"
+    )
+    """On resume take the schedule from the command line."""
+
+    use_checkpoint_opt_param_scheduler: bool = knob(
+        False, flag="--use-checkpoint-opt-param-scheduler --use-checkpoint-opt_param-scheduler"
+    )
+    """On resume take the schedule from the checkpoint."""
+
+    def check(self) -> list[Violation]:
+        """Each setting has the folder it speaks of, and intervals are positive."""
+        found = []
+        for name in ("save_interval", "save_retain_interval"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(violation(self, name, "a number of steps, at least 1", "raise it or drop the flag"))
+        needs = (
+            ("save", ("save_interval", "save_retain_interval", "async_save")),
+            ("load", ("ckpt_step", "ckpt_fallback", "exit_on_missing_checkpoint", "use_checkpoint_args")),
+        )
+        for folder, names in needs:
+            for name in names:
+                if getattr(self, folder) is None and getattr(self, name):
+                    found.append(violation(self, f"{name} {folder}", f"needs --{folder}", f"set --{folder}"))
+        if self.save_interval and self.save_retain_interval and self.save_retain_interval % self.save_interval:
+            remedy = "make --save-retain-interval a multiple of --save-interval"
+            found.append(violation(self, "save_retain_interval save_interval", "only saved steps are kept", remedy))
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            names = "override_opt_param_scheduler use_checkpoint_opt_param_scheduler"
+            found.append(violation(self, names, "two sources of one schedule", "keep one of the two flags"))
+        return found
