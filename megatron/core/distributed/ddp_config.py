@@ -41,7 +41,8 @@ class DistributedDataParallelConfig(ConfigTopic):
         dest="check_for_nan_in_loss_and_grad",
         arg_default=True,
     )
-    """Stop with the names of the parameters when a gradient is NaN or infinite, before it is reduced."""
+    """Stop with the names of the parameters when a gradient is NaN or infinite, before it is reduced. Not with fp16,
+    where an overflow skips the step and lowers the loss scale."""
 
     def derive(self) -> None:
         """Choose the accumulation dtype if it was left open."""

@@ -68,6 +68,8 @@ class DistributedDataParallel(torch.nn.Module):
             self._build_buffer(kind)
         self._order_buckets()
         self._bucket_of = {param: bucket for bucket in self.bucket_groups for param in bucket.params.values()}
+        # an fp16 overflow is no fault: the optimizer finds it, skips the step and lowers the loss scale
+        self._checks_gradients = ddp_config.check_for_nan_in_grad and not config.fp16
         self._num_started = 0
         self._is_last_microbatch = True
         self._hooks = [param.register_post_accumulate_grad_hook(self._on_grad) for param in self.params.values()]
@@ -138,7 +140,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _start_next(self) -> None:
         bucket = self.bucket_groups[self._num_started]
-        if self.ddp_config.check_for_nan_in_grad:
+        if self._checks_gradients:
             bucket.raise_if_not_finite()
         bucket.start(async_op=self.ddp_config.overlap_grad_reduce)
         self._num_started += 1

@@ -44,6 +44,8 @@ class MegatronOptimizer:
         named_params = list(named_params)
         if not named_params:
             raise ConfigError("model_chunks: the model has no parameters; there is nothing to optimize.")
+        if config.lr is None:
+            raise ConfigError("lr=None: an optimizer needs a learning rate; set --lr.")
         self.config = config
         self.pg_collection = pg_collection
         self.device = named_params[0][1].device
@@ -70,7 +72,7 @@ class MegatronOptimizer:
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply `loss` [...] by the loss scale."""
-        return loss if self._scaler is None else loss * self._scaler.scale.to(loss.dtype).reshape(())
+        return loss if self._scaler is None else loss * self._scaler.scale.reshape(())
 
     # The step.
 
@@ -188,11 +190,10 @@ class MegatronOptimizer:
 
 def _build_inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Build torch's fused Adam, AdamW or SGD; groups may be empty as long as one is not."""
-    lr = 0.0 if config.lr is None else config.lr
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=config.sgd_momentum, fused=True)
+        return torch.optim.SGD(groups, momentum=config.sgd_momentum, fused=True)
     kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-    return kind(groups, lr=lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)
+    return kind(groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)
 
 
 def _check_dtypes(config: OptimizerConfig, groups: list[dict[str, Any]]) -> None:

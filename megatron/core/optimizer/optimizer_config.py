@@ -76,35 +76,36 @@ class OptimizerConfig(ConfigTopic):
 
     def check(self) -> list[Violation]:
         """Rules among these fields."""
+        return [*self._check_values(), *self._check_pairs()]
+
+    def _check_values(self) -> list[Violation]:
+        """Each number lies in its own range."""
         found = []
-        if self.bf16 and self.fp16:
-            found.append(violation(self, "bf16 fp16", "a run has one compute precision", "drop --bf16 or --fp16"))
-        if self.lr is not None and self.min_lr > self.lr:
-            found.append(violation(self, "min_lr lr", "the rate decays to min_lr", "lower --min-lr or raise --lr"))
-        if self.decoupled_lr is not None and (self.decoupled_min_lr or 0.0) > self.decoupled_lr:
-            found.append(
-                violation(self, "decoupled_min_lr decoupled_lr", "the rate decays to its minimum", "lower the minimum")
-            )
-        if self.decoupled_lr is None and self.decoupled_min_lr is not None:
-            found.append(
-                violation(
-                    self, "decoupled_min_lr decoupled_lr", "it bounds a rate that is not set", "add --decoupled-lr"
-                )
-            )
-        if not 0.0 <= self.adam_beta1 < 1.0 or not 0.0 <= self.adam_beta2 < 1.0:
-            found.append(violation(self, "adam_beta1 adam_beta2", "must lie in [0, 1)", "use 0.9 and 0.95, say"))
         for name in ("lr", "min_lr", "weight_decay", "clip_grad", "adam_eps", "sgd_momentum"):
-            value = getattr(self, name)
-            if value is not None and value < 0.0:
+            if (getattr(self, name) or 0.0) < 0.0:
                 found.append(violation(self, name, "must not be negative", "use 0 or more"))
         for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 found.append(violation(self, name, "must be positive", "use a number above 0"))
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                found.append(violation(self, name, "must lie in [0, 1)", "use 0.9 or 0.95, say"))
+        return found
+
+    def _check_pairs(self) -> list[Violation]:
+        """Fields that exclude or bound each other."""
+        found = []
+        if self.bf16 and self.fp16:
+            found.append(violation(self, "bf16 fp16", "a run has one compute precision", "drop --bf16 or --fp16"))
+        if self.lr is not None and self.min_lr > self.lr:
+            found.append(violation(self, "min_lr lr", "the rate decays to min_lr", "lower --min-lr or raise --lr"))
+        names = "decoupled_min_lr decoupled_lr"
+        if self.decoupled_lr is None and self.decoupled_min_lr is not None:
+            found.append(violation(self, names, "it bounds a rate that is not set", "add --decoupled-lr"))
+        if self.decoupled_lr is not None and (self.decoupled_min_lr or 0.0) > self.decoupled_lr:
+            found.append(violation(self, names, "the rate decays to its minimum", "lower --decoupled-min-lr"))
         if self.min_loss_scale > self.initial_loss_scale:
-            found.append(
-                violation(
-                    self, "min_loss_scale initial_loss_scale", "the scale starts above its floor", "lower the floor"
-                )
-            )
+            names = "min_loss_scale initial_loss_scale"
+            found.append(violation(self, names, "the scale starts above its floor", "lower --min-loss-scale"))
         return found

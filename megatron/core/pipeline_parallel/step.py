@@ -77,7 +77,7 @@ def _normalise(context: StepContext, loss_sum: torch.Tensor, num_tokens: torch.T
 
 
 def backward_step(context: StepContext, loss: torch.Tensor) -> None:
-    """Propagate `loss` [] back, scaled, with auxiliary losses in proportion."""
+    """Propagate the scalar `loss` back, scaled, with auxiliary losses in proportion."""
     set_aux_loss_scale(_aux_loss_scale(context, loss.device))
     if context.config.grad_scale_func is not None:
         loss = context.config.grad_scale_func(loss)

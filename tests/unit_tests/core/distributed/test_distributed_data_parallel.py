@@ -9,6 +9,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.common.collective_log import CollectiveLog, compare_logs
+from tests.common.forced_router import all_to_experts
+from tests.common.layouts import Layout
+from tests.unit_tests.layouts.cases import check_against_reference, make_batch, make_case
 
 
 class TwoLayers(torch.nn.Module):
@@ -133,6 +136,14 @@ def test_nan_gradient_stops_with_rank_and_name(overlap):
     model = wrap(Weights(good=1, bad=1), check_for_nan_in_grad=True, overlap_grad_reduce=overlap)
     with pytest.raises(RuntimeError, match=r"rank 0: check_for_nan_in_grad=True: .* gradient of bad "):
         run_whole_step(model, {"good": 1.0, "bad": float("nan")})
+
+
+def test_fp16_overflow_is_left_to_the_optimizer():
+    module = Weights(a=1).half()
+    ddp_config = DistributedDataParallelConfig(check_for_nan_in_grad=True)
+    model = DistributedDataParallel(ModelParallelConfig(fp16=True), ddp_config, module)
+    run_whole_step(model, {"a": float("inf")})
+    assert module.a.main_grad.item() == float("inf")
 
 
 def run_whole_step(model, scales):
@@ -291,3 +302,14 @@ def broadcast_values(ep):
 def test_replicas_start_with_the_values_of_the_first(pool):
     assert pool.run(broadcast_values, 2, world_size=2) == [(0.0, 10.0), (0.0, 11.0)]
     assert pool.run(broadcast_values, 1, world_size=2) == [(0.0, 10.0), (0.0, 10.0)]
+
+
+def test_moe_with_an_idle_expert_reduces_each_bucket_once(pool):
+    """Two experts, all tokens to expert 0; one bucket per parameter."""
+    case = make_case(num_moe_experts=2, moe_router_topk=1, moe_router_pre_softmax=True)
+    layout = Layout(dp=2, overlap_grad_reduce=True, bucket_size=1)
+    got = check_against_reference(pool, case, layout, make_batch(), plan=all_to_experts((0,), 1))
+    assert not got.grads["decoder.layers.1.mlp.experts.linear_fc1.weight1"].any()
+    for log in got.logs:
+        reductions = [record for record in log if any("bucket_group.py" in frame for frame in record.where)]
+        assert len(reductions) == len(got.grads)

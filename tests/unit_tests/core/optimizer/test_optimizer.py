@@ -230,6 +230,11 @@ def test_main_copies_follow_weights_loaded_without_state():
     assert model.vector.tolist() == [2.0] * 5
 
 
+def test_missing_learning_rate_is_refused():
+    with pytest.raises(ConfigError, match="lr=None: an optimizer needs a learning rate"):
+        get_megatron_optimizer(OptimizerConfig(), [Model()])
+
+
 def test_model_without_parameters_is_refused():
     with pytest.raises(ConfigError, match="the model has no parameters"):
         get_megatron_optimizer(OptimizerConfig(lr=0.1), [torch.nn.Identity()])

@@ -13,7 +13,7 @@ from megatron.core.optimizer import OptimizerConfig
         ({"lr": 0.1, "min_lr": 0.2}, "min_lr=0.2 with lr=0.1: the rate decays to min_lr"),
         ({"decoupled_min_lr": 0.1}, "decoupled_min_lr=0.1 with decoupled_lr=None: it bounds a rate that is not set"),
         ({"decoupled_lr": 0.1, "decoupled_min_lr": 0.2}, "decoupled_min_lr=0.2 with decoupled_lr=0.1"),
-        ({"adam_beta2": 1.0}, "adam_beta1=0.9 with adam_beta2=1.0: must lie in"),
+        ({"adam_beta2": 1.0}, "adam_beta2=1.0: must lie in [0, 1)"),
         ({"clip_grad": -1.0}, "clip_grad=-1.0: must not be negative"),
         ({"hysteresis": 0}, "hysteresis=0: must be positive"),
         (
