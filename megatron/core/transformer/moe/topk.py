@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _NORM_EPSILON = 1e-20
 _SOFTPLUS_TAIL = -30.0
+_MAX_SINKHORN_ROUNDS = 500
 
 
 @dataclass(frozen=True)
@@ -150,17 +151,19 @@ def topk_routing(
 def sinkhorn(cost_logits: torch.Tensor, tolerance: float = 1e-4) -> torch.Tensor:
     """Balance exp(logits) so that rows and columns have equal sums, [T, E] -> [T, E], fp32 or wider.
 
-    Alternates the two scalings until the column scaling moves by at most `tolerance` in the mean.
+    Alternates the two scalings until the column scaling moves by at most `tolerance` in the mean. With a large column
+    scaling that never happens: the 1e-8 lets the whole scaling drift for ever, which changes no choice.
     Host: one read per round, because the number of rounds depends on the data.
     """
     cost = torch.exp(upcast(cost_logits))
     num_tokens, num_experts = cost.shape
     column = cost.new_ones(num_experts)
-    while True:
+    for _ in range(_MAX_SINKHORN_ROUNDS):
         row = 1.0 / (num_tokens * ((column * cost).sum(dim=1) + 1e-8))  # [T]
         previous, column = column, 1.0 / (num_experts * ((row.unsqueeze(1) * cost).sum(dim=0) + 1e-8))  # [E]
         if not (previous - column).abs().mean() > tolerance:
-            return column * cost * row.unsqueeze(1)
+            break
+    return column * cost * row.unsqueeze(1)
 
 
 def sinkhorn_routing(logits: torch.Tensor, topk: int, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:

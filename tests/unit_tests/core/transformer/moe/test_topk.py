@@ -125,3 +125,21 @@ def test_sinkhorn_chooses_by_balance_in_training_and_by_logits_in_evaluation():
     assert training_map.sum(dim=0).tolist() == [2, 2]
     assert evaluation_map.sum(dim=0).tolist() == [4, 0]
     assert trained[0].tolist() == pytest.approx([0.9525741, 0.0])  # the weight is the plain sigmoid
+
+
+def test_sinkhorn_ends_although_its_scaling_drifts():
+    # the third column's scaling is about 250, where the drift by 1e-8 alone exceeds the tolerance in every round
+    logits = torch.tensor(
+        [
+            [2.2273, 2.8544, -4.2116, 1.7455],
+            [-0.7362, 1.4827, -2.5098, 4.4712],
+            [0.9890, 2.8124, -0.1923, 4.8326],
+            [1.7605, 3.2932, -2.9315, 5.6854],
+            [1.5180, 5.1049, -3.5371, 3.8612],
+            [1.7982, 3.8982, -2.7583, 4.8257],
+        ],
+        dtype=torch.float64,
+    )
+    balanced = sinkhorn(logits)
+    assert balanced.sum(dim=0).tolist() == pytest.approx([0.25] * 4, rel=1e-4)
+    assert balanced.sum(dim=1).tolist() == pytest.approx([1 / 6] * 6, rel=1e-3)
