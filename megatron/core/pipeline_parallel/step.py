@@ -78,15 +78,15 @@ def _normalise(context: StepContext, loss_sum: torch.Tensor, num_tokens: torch.T
 
 def backward_step(context: StepContext, loss: torch.Tensor) -> None:
     """Propagate the scalar `loss` back, scaled, with auxiliary losses in proportion."""
-    set_aux_loss_scale(_aux_loss_scale(context, loss.device))
+    set_aux_loss_scale(_aux_loss_scale(context, loss))
     if context.config.grad_scale_func is not None:
         loss = context.config.grad_scale_func(loss)
     torch.autograd.backward(loss)
 
 
-def _aux_loss_scale(context: StepContext, device: torch.device) -> torch.Tensor:
-    """Factor [] of auxiliary losses in backward."""
-    scale = torch.ones((), device=device)
+def _aux_loss_scale(context: StepContext, loss: torch.Tensor) -> torch.Tensor:
+    """Scalar factor of auxiliary losses in backward, fp32 or wider; the scalar `loss` gives dtype and device."""
+    scale = torch.ones((), dtype=torch.promote_types(loss.dtype, torch.float32), device=loss.device)
     if context.config.grad_scale_func is not None:
         scale = context.config.grad_scale_func(scale)
     if context.config.calculate_per_token_loss:
