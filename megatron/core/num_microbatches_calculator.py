@@ -250,13 +250,13 @@ def build_batch_size_law(
     return RampupBatchSize(start, increment, ramp_samples, global_batch_size)
 
 
-def destroy_num_microbatches_calculator() -> None:
+def reset() -> None:
     """Forget the calculator."""
     global _CALCULATOR
     _CALCULATOR = None
 
 
-reset = destroy_num_microbatches_calculator
+destroy_num_microbatches_calculator = reset
 
 
 def _calculator() -> NumMicroBatchesCalculator:

@@ -176,7 +176,9 @@ def assert_matches(reference: StepResult, got: StepResult, tolerance: float = TO
     for layer, expected in reference.expert_bias.items():
         value = got.expert_bias[layer].double()
         # The buffer is fp32 in every run, hence half an ulp of the bias per addition.
-        assert torch.allclose(expected, value, rtol=1e-6, atol=1e-9), f"bias of layer {layer}: {expected} and {value}"
+        assert torch.allclose(expected.double(), value, rtol=1e-6, atol=1e-9), (
+            f"bias of layer {layer}: {expected} and {value}"
+        )
 
 
 def _error(expected: torch.Tensor, got: torch.Tensor) -> float:

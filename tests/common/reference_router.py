@@ -86,22 +86,24 @@ def _sinkhorn(logits):
     cost = logits.exp()
     tokens, experts = cost.shape
     d1 = torch.ones(experts, dtype=cost.dtype)
-    while True:
+    for _ in range(500):  # the 1e-8 may let d1 drift for ever
         d0 = 1 / (tokens * ((d1 * cost).sum(1) + 1e-8))
         new = 1 / (experts * ((d0[:, None] * cost).sum(0) + 1e-8))
         error, d1 = (new - d1).abs().mean(), new
-        if error <= 1e-4:
-            return d1 * cost * d0[:, None]
+        if not error > 1e-4:
+            break
+    return d1 * cost * d0[:, None]
 
 
 def _drop(weights, chosen, config):
     """Keep C tokens per expert, C = ceil(T k / E * factor)."""
     tokens, experts = weights.shape
+    values = weights.detach()
     capacity = math.ceil(tokens * config.moe_router_topk / experts * config.moe_expert_capacity_factor)
     keep = torch.zeros_like(chosen)
     for e in range(experts):
         by_probs = config.moe_token_drop_policy == "probs"
-        key = [float(weights[t, e]) if by_probs else float(chosen[t, e]) for t in range(tokens)]
+        key = [float(values[t, e]) if by_probs else float(chosen[t, e]) for t in range(tokens)]
         # Chosen tokens before all others, then by weight or by position.
         order = sorted(range(tokens), key=lambda t: (not bool(chosen[t, e]), -key[t], t))
         keep[order[:capacity], e] = True
