@@ -98,7 +98,8 @@ def prepare_corpus(folder: Path) -> Path:
 
 def run_python(words: list[str], env_vars: dict[str, str] | None = None) -> str:
     """Run Python in the repository's root and return its output; raises RuntimeError with it if it fails."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env_vars or {})}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(env_vars or {})}
     done = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,

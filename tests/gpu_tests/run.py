@@ -48,11 +48,16 @@ PARTS = (
 )
 
 
+def extend_path() -> str:
+    """PYTHONPATH with the repository in front."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run_part(part: Part) -> int:
     """Run one part and return pytest's exit code, or 124 after its time limit."""
     words = [sys.executable, "-X", "faulthandler", "-m", "pytest", *part.selection]
-    words += ["-m", "gpu", "--evidence", f"gpu-{part.name}", "-o", "addopts=-ra", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
+    words += ["-m", "gpu", "--evidence", f"gpu-{part.name}", "-o", "addopts=-rA", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": extend_path(), "PYTHONFAULTHANDLER": "1"}
     process = subprocess.Popen(words, cwd=ROOT, env=environment, start_new_session=True)
     try:
         return process.wait(timeout=part.limit_seconds)

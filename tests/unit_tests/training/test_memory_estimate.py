@@ -1,0 +1,68 @@
+"""The memory estimate against the bytes of the real model."""
+
+import pytest
+import torch
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.arguments import core_transformer_config_from_args, parse_args
+from megatron.training.memory_estimate import parameter_bytes, rank_parameters
+
+BASE = (
+    "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 100 --device cpu "
+)
+MOE = "--num-experts 8 --moe-layer-freq ([0]*1+[1]*2) --disable-bias-linear --moe-token-dispatcher-type alltoall "
+VARIANTS = {
+    "dense": "",
+    "dense-modern": "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --qk-layernorm",
+    "qkv-bias": "--disable-bias-linear --add-qkv-bias --bf16",
+    "moe": MOE + "--swiglu --moe-ffn-hidden-size 24",
+    "moe-grouped": MOE + "--swiglu --moe-ffn-hidden-size 24 --moe-grouped-gemm --bf16",
+    "moe-shared": MOE + "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --qk-layernorm",
+}
+
+
+class FakeGroup:
+    """Stands in for a process group where only its size and the rank in it are asked for."""
+
+    def __init__(self, size):
+        self._size = size
+
+    def size(self):
+        return self._size
+
+    def rank(self):
+        return self._size - 1
+
+
+def build(flags, ep_size, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(ep_size))
+    args = parse_args(f"{BASE} {flags} --expert-model-parallel-size {ep_size}".split())
+    args.padded_vocab_size = 128
+    config = core_transformer_config_from_args(args)
+    model = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config),
+        args.padded_vocab_size,
+        args.max_position_embeddings,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        pg_collection=ProcessGroupCollection(ep=FakeGroup(ep_size), tp_ep=FakeGroup(ep_size)),
+    )
+    return args, model
+
+
+@pytest.mark.parametrize(
+    ("variant", "ep_size"),
+    [(name, ep) for name in VARIANTS for ep in ((1, 2, 4) if name.startswith("moe") else (1,))],
+)
+def test_estimate_equals_the_model_to_the_byte(variant, ep_size, monkeypatch):
+    args, model = build(VARIANTS[variant], ep_size, monkeypatch)
+    parameters = list(model.parameters())
+    assert parameter_bytes(args) == sum(p.numel() * p.element_size() for p in parameters)
+    expert = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name and "shared" not in name)
+    assert rank_parameters(args).expert == expert
+    assert {p.dtype for p in parameters} == {torch.bfloat16 if args.bf16 else torch.float32}
