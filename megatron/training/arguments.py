@@ -21,6 +21,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.utils.logging import get_logger
 from megatron.training import check_config, explain_config, yaml_config
 from megatron.training.argument_factory import TOPICS, GivenArguments, Parser, build_parser, read_command_line
+from megatron.training.checkpoint_args import take_from_checkpoint
 from megatron.training.model_fields import model_overrides
 
 logger = get_logger(__name__)
@@ -39,11 +40,14 @@ def parse_args(
 
     Raises:
         ConfigError: everything that is wrong, one line each.
+        CheckpointError: --use-checkpoint-args, and the checkpoint is not readable.
         SystemExit: --help or --explain-config were answered.
     """
     parser = build_parser(extra_args_provider)
     given = read_command_line(parser, _with_yaml(parser, list(sys.argv[1:] if argv is None else argv)))
     args = fill_defaults(parser, given)
+    if args.use_checkpoint_args and args.load is not None:
+        take_from_checkpoint(args)
     check_config.set_world(args, given)
     check_config.map_to_device(args, given)
     problems = given.problems + check_config.judge_flag_table(args, given)

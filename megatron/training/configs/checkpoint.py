@@ -41,16 +41,16 @@ class CheckpointConfig(ConfigTopic):
     finetune: bool = False
     """Load the weights only and count from iteration 0."""
 
-    no_save_optim: bool = False
+    no_save_optim: bool | None = None
     """Leave the optimizer state out of checkpoints."""
 
-    no_save_rng: bool = False
+    no_save_rng: bool | None = None
     """Leave the random generators out of checkpoints."""
 
-    no_load_optim: bool = False
+    no_load_optim: bool | None = None
     """Start with a fresh optimizer state."""
 
-    no_load_rng: bool = False
+    no_load_rng: bool | None = None
     """Start with generators from --seed."""
 
     use_checkpoint_args: bool = False

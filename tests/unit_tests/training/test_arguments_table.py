@@ -10,7 +10,12 @@ from megatron.training.legacy_flags import ALIASES
 from tests.unit_tests.training.reference_flags import DEFAULTS
 
 PARSER = build_parser()
-OTHER_DEFAULTS = {"--transformer-impl": "auto", "--accumulate-allreduce-grads-in-fp32": None}
+# auto takes what is installed; unset means fp32 unless told otherwise; a key that does not fit is an error.
+OTHER_DEFAULTS = {
+    "--transformer-impl": "auto",
+    "--accumulate-allreduce-grads-in-fp32": None,
+    "--dist-ckpt-strictness": "raise_all",
+}
 SEVERAL = {"--cp-comm-type", "--moe-router-load-balancing-type", "--moe-aux-loss-coeff"}
 OURS = {
     "--device",
