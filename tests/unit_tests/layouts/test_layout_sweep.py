@@ -1,4 +1,4 @@
-"""One training step in several layouts against the fp64 reference: loss, every gradient, norm, counters, logged values."""
+"""One training step in several layouts against the fp64 reference: loss, gradients, norm, counters, logged values."""
 
 import dataclasses
 
