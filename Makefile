@@ -81,6 +81,7 @@ test: install-test
 
 test-full: install-test
 	$(PYTEST) $(PARALLEL) -m 'not gpu' --evidence cpu $(ARGS)
+	$(PY) tools/claims.py
 
 # On a machine with accelerators the environment is usually given: PY=python3 uses it as it is.
 test-gpu:
