@@ -46,8 +46,7 @@ def parse_args(
     parser = build_parser(extra_args_provider)
     given = read_command_line(parser, _with_yaml(parser, list(sys.argv[1:] if argv is None else argv)))
     args = fill_defaults(parser, given)
-    if args.use_checkpoint_args and args.load is not None:
-        take_from_checkpoint(args)
+    take_from_checkpoint(args)
     check_config.set_world(args, given)
     check_config.map_to_device(args, given)
     problems = given.problems + check_config.judge_flag_table(args, given)

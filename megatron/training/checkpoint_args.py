@@ -38,7 +38,9 @@ def stored_destinations() -> list[str]:
 
 
 def take_from_checkpoint(args: argparse.Namespace) -> None:
-    """Replace the arguments of the model by the stored ones; without a checkpoint nothing changes."""
+    """Replace the arguments of the model by the stored ones if asked to; without a checkpoint nothing changes."""
+    if not args.use_checkpoint_args or args.load is None:
+        return
     folder = folder_to_load(Path(args.load), args.ckpt_step, args.ckpt_fallback)
     if folder is None:
         return
