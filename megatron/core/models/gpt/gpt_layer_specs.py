@@ -14,9 +14,16 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 
-def get_gpt_layer_local_spec(num_experts: int | None = None, qk_layernorm: bool = False) -> ModuleSpec:
-    """Return the spec of one layer in pure PyTorch; with `num_experts` its MLP is a MoE layer."""
-    return _layer_spec(get_backend(use_transformer_engine=False), num_experts is not None, qk_layernorm)
+def get_gpt_layer_local_spec(
+    num_experts: int | None = None, moe_grouped_gemm: bool | None = False, qk_layernorm: bool | None = False
+) -> ModuleSpec:
+    """Return the spec of one layer in pure PyTorch; with `num_experts` its MLP is a MoE layer.
+
+    The kind of norm, the activation and everything about routing follow from the configuration.
+    """
+    backend = get_backend(use_transformer_engine=False)
+    mlp = _mlp_spec(backend) if not num_experts else get_moe_module_spec(moe_grouped_gemm)
+    return _layer_spec(backend, mlp, bool(qk_layernorm))
 
 
 def get_gpt_decoder_block_spec(
@@ -31,11 +38,12 @@ def get_gpt_decoder_block_spec(
         is_moe = [False] * config.num_layers
     else:
         is_moe = moe_layer_pattern(config.moe_layer_freq, config.num_layers)
-    layers = {kind: _layer_spec(backend, kind, config.qk_layernorm) for kind in sorted(set(is_moe))}
-    return TransformerBlockSubmodules([layers[kind] for kind in is_moe], layer_norm=backend.layer_norm())
+    dense = _layer_spec(backend, _mlp_spec(backend), config.qk_layernorm)
+    moe = _layer_spec(backend, get_moe_module_spec(), config.qk_layernorm)
+    return TransformerBlockSubmodules([moe if kind else dense for kind in is_moe], layer_norm=backend.layer_norm())
 
 
-def _layer_spec(backend: BackendSpecProvider, is_moe: bool, qk_layernorm: bool) -> ModuleSpec:
+def _layer_spec(backend: BackendSpecProvider, mlp: ModuleSpec, qk_layernorm: bool) -> ModuleSpec:
     norm = backend.layer_norm()
     head_norm = norm if qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
@@ -52,7 +60,7 @@ def _layer_spec(backend: BackendSpecProvider, is_moe: bool, qk_layernorm: bool) 
             self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=get_moe_module_spec() if is_moe else _mlp_spec(backend),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )
