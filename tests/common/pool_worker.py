@@ -73,6 +73,10 @@ def worker_main(rank: int, pipe: Connection, report_path: str) -> None:
             pipe.send_bytes(_run(rank, payload, report))
 
 
+class GroupSetupError(RuntimeError):
+    """The default group was not made; torch counts such attempts, so this process cannot meet the others again."""
+
+
 def _warm_up() -> None:
     """Do once what torch does lazily at first use, so that the first job is no slower than the others."""
     importlib.import_module(PRELOADED)
@@ -94,7 +98,12 @@ def _run(rank: int, payload: bytes, report: Any) -> bytes:
         store = dist.PrefixStore(
             job.store_prefix, dist.TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=job.group_timeout)
         )
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size, timeout=job.group_timeout)
+        try:
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=job.world_size, timeout=job.group_timeout
+            )
+        except Exception as error:
+            raise GroupSetupError(f"rank {rank} of {job.world_size}: the default group was not made") from error
         with log:
             outcome = pickle.dumps(Outcome(function(*job.args)))
     except BaseException as error:  # noqa: BLE001  a worker reports every failure, SystemExit included
