@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from megatron.core.utils.upcast import upcast
+
 # bytes to which the grouped kernel wants the strides of its operands aligned
 _ALIGNMENT_BYTES = 16
 
@@ -139,7 +141,10 @@ def expert_of_row(tokens_per_expert: torch.Tensor, num_rows: int) -> torch.Tenso
 
 
 def gather_bias(biases: Sequence[torch.Tensor], experts: torch.Tensor) -> torch.Tensor:
-    """Bias of each row's expert: n x [out], experts int64 [R] -> [R, out]; zeros where the expert is n."""
+    """Bias of each row's expert: n x [out], experts int64 [R] -> [R, out] in fp32 at least; zeros where it is n.
+
+    The result is wide so that the gradients of an expert's rows are summed before they are rounded.
+    """
     return _GatherBias.apply(experts, *biases)
 
 
@@ -147,8 +152,9 @@ class _GatherBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, experts: torch.Tensor, *biases: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(experts)
+        ctx.dtype = biases[0].dtype
         table = torch.stack([*biases, torch.zeros_like(biases[0])])
-        return table.index_select(0, experts)
+        return upcast(table).index_select(0, experts)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -157,4 +163,4 @@ class _GatherBias(torch.autograd.Function):
         # a product with 0/1 sums the rows of each expert in a fixed order; rows of no expert are cleared first
         members = torch.arange(num_experts, device=experts.device).unsqueeze(1) == experts  # [n, R]
         clean = torch.where((experts < num_experts).unsqueeze(1), grad, torch.zeros_like(grad))
-        return None, *(members.to(grad.dtype) @ clean).unbind(0)
+        return None, *(members.to(grad.dtype) @ clean).to(ctx.dtype).unbind(0)

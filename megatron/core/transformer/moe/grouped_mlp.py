@@ -138,7 +138,7 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
         experts = expert_of_row(tokens_per_expert.to(rows.device), rows.shape[0]) if self.linear_fc1.has_bias else None
         inner = self.linear_fc1(rows, tokens_per_expert, host_tokens_per_expert)
         if experts is not None:
-            inner = inner + gather_bias(self.linear_fc1.biases, experts)
+            inner = (inner + gather_bias(self.linear_fc1.biases, experts)).to(inner.dtype)
         inner = weighted_activation(inner, inner_probs, self.config.activation_func, self.config.gated_linear_unit)
         output = self.linear_fc2(inner, tokens_per_expert, host_tokens_per_expert)
         if experts is not None:
@@ -149,5 +149,5 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
 def add_weighted_bias(output: torch.Tensor, bias: torch.Tensor, probs: torch.Tensor | None) -> torch.Tensor:
     """Add bias * p: output [R, h], bias [R, h] or [h], probs [R] or None for 1 -> [R, h] in the dtype of the output."""
     if probs is None:
-        return output + bias
+        return (output + bias).to(output.dtype)
     return (output + bias * probs.unsqueeze(-1)).to(output.dtype)

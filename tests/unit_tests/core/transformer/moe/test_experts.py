@@ -38,15 +38,14 @@ def run(kind, fields, dtype=torch.float64, counts=COUNTS):
 def test_grouped_equals_sequential(variant, dtype):
     _, out, rows, probs, grads = run(GroupedMLP, VARIANTS[variant], dtype)
     _, expected_out, expected_rows, expected_probs, expected = run(SequentialMLP, VARIANTS[variant], dtype)
-    assert torch.equal(out, expected_out)
-    assert torch.equal(rows.grad, expected_rows.grad)
-    assert torch.equal(probs.grad, expected_probs.grad)
     assert sorted(grads) == sorted(expected)
-    for name, grad in grads.items():
-        if "bias" in name:
-            assert torch.allclose(grad, expected[name], rtol=2**-7 if dtype == torch.bfloat16 else 1e-5), name
-        else:
-            assert torch.equal(grad, expected[name]), name
+    pairs = [(out, expected_out), (rows.grad, expected_rows.grad), (probs.grad, expected_probs.grad)]
+    pairs += [(grads[name], expected[name]) for name in grads]
+    # torch's gelu gives other last bits at other places of a tensor; SiLU without biases is equal bit for bit
+    is_bitwise = "bias" not in variant
+    for got, wanted in pairs:
+        bound = 0.0 if is_bitwise else 8 * torch.finfo(dtype).eps * wanted.abs().max().item()
+        assert (got - wanted).abs().max() <= bound
 
 
 @pytest.mark.parametrize("kind", [GroupedMLP, SequentialMLP])
