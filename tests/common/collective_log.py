@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+# An environment inside the checkout holds torch's files, not ours.
+_PACKAGES = os.sep + "site-packages" + os.sep
 _OWN_FILES = tuple(os.path.join(_ROOT, "tests", "common", name) for name in ("collective_log.py", "pool_worker.py"))
 _SENDS = ("send",)
 _RECEIVES = ("recv_", "recv_any_source_")
@@ -151,7 +153,7 @@ def _our_frames() -> tuple[str, ...]:
     frame = sys._getframe(2)
     while frame is not None and len(found) < 2:
         path = frame.f_code.co_filename
-        if path.startswith(_ROOT) and path not in _OWN_FILES:
+        if path.startswith(_ROOT) and _PACKAGES not in path and path not in _OWN_FILES:
             found.append(f"{os.path.relpath(path, _ROOT)}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return tuple(found)

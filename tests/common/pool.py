@@ -27,9 +27,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.common.pool_worker import Job, Outcome, worker_main
+from tests.common.pool_worker import GroupSetupError, Job, Outcome, worker_main
 
 MAX_WORLD_SIZE = 4
+RESTART_AFTER = ("Died", GroupSetupError.__name__)
 START_DEADLINE_S = 120.0
 DEFAULT_DEADLINE_S = 30.0
 # How long the other ranks may take to fail by themselves once one rank has reported an error.
@@ -155,7 +156,7 @@ class WorkerPool:
         for rank in waiting.values():
             late = f"no result within the deadline of {deadline_s} s\n{self._report(rank)}"
             outcomes[rank] = Outcome.failed("DeadlineExceeded", late)
-        if waiting or any(o.error_type == "Died" for o in outcomes.values()):
+        if waiting or any(o.error_type in RESTART_AFTER for o in outcomes.values()):
             self._kill()
         return outcomes
 

@@ -117,3 +117,21 @@ def test_death_of_a_rank_is_reported_with_its_exit_code(pool):
 def test_process_wide_state_is_reset_between_jobs(pool):
     pool.run(leave_the_world_dirty)
     assert pool.run(find_the_world_clean) == [(False, 1234, torch.float32, False, 1)] * 2
+
+
+def spoil_the_next_group_on_rank_one():
+    if dist.get_rank() == 1:
+        make_group = dist.init_process_group
+
+        def fail_once(*args, **options):
+            dist.init_process_group = make_group
+            raise RuntimeError("connection closed by peer")
+
+        dist.init_process_group = fail_once
+
+
+def test_failed_group_setup_does_not_spoil_the_next_job(pool):
+    pool.run(spoil_the_next_group_on_rank_one, world_size=2)
+    with pytest.raises(RankErrors, match="the default group was not made"):
+        pool.run(process_id, world_size=2, group_timeout_s=2.0)
+    assert pool.run(rank_and_argument, "x", world_size=2) == [(0, 2, "x"), (1, 2, "x")]
