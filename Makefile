@@ -85,7 +85,7 @@ test-full: install-test
 
 # On a machine with accelerators the environment is usually given: PY=python3 uses it as it is.
 test-gpu:
-	$(PYTEST) tests/gpu_tests -m gpu --evidence gpu $(ARGS)
+	$(PY) tests/gpu_tests/run.py $(ARGS)
 
 lint: install-ci
 	$(VENV)/bin/ruff format --check .

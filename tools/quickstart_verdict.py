@@ -2,9 +2,9 @@
 
     python tools/quickstart_verdict.py train.log --text corpus.txt --picture loss.png
 
-It has if the last validation loss is at most 2.0 nats per byte and at least 0.2 below the bigram entropy of the text, which
-takes more context than one byte, and if in the last log line the busiest expert of the worst layer has less than twice the
-mean load, which takes routing. Exit code 0 if so, else 1.
+It has if the last validation loss is at most 2.0 nats per byte and at least 0.2 below the bigram entropy of the text,
+which takes more context than one byte, and if in the last log line the busiest expert of the worst layer has less
+than twice the mean load, which takes routing. Exit code 0 if so, else 1.
 """
 
 from __future__ import annotations

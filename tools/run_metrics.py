@@ -1,7 +1,7 @@
 """Reads the numbers of a training run: from its log, from TensorBoard events, or from a golden file.
 
-Every reader returns {metric: {iteration: value}}. In a log the metrics are the pieces of the lines ("lm loss", "grad norm",
-"learning rate", ...) and "<key> validation" from the evaluation blocks.
+Every reader returns {metric: {iteration: value}}. In a log the metrics are the pieces of the lines ("lm loss", "grad
+norm", "learning rate", ...) and "<key> validation" from the evaluation blocks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Validation and test loss: the token-weighted mean over a number of batches.
 
-The sums of loss and tokens are added over all batches, microbatches and ranks before the one division, so the value does
-not depend on accumulation, on the number of ranks or on how a mask is spread over batches.
+The sums of loss and tokens are added over all batches, microbatches and ranks before the one division, so the value
+does not depend on accumulation, on the number of ranks or on how a mask is spread over batches.
 """
 
 import math

@@ -5,7 +5,8 @@ counted; norms, routing, permutation, activations and recomputation are not. Wit
 
     6 * t * (experts and dense MLPs + attention projections + attention core + MTP projections + vocabulary)
 
-Legend: h hidden size, q width of all query heads, kv width of all key (or value) heads, f MLP width, k experts per token.
+Legend: h hidden size, q width of all query heads, kv width of all key (or value) heads, f MLP width, k experts per
+token.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """From a parsed command line to a process that may compute and communicate.
 
-Order: device, process groups, batch sizes, seeds, determinism. Under torchrun the rendezvous comes from its environment;
-without it the process is a world of one. CPU runs talk through gloo; GPU runs through NCCL, and through gloo for what
-lives on the host unless that is switched off.
+Order: device, process groups, batch sizes, seeds, determinism. Under torchrun the rendezvous comes from its
+environment; without it the process is a world of one. CPU runs talk through gloo; GPU runs through NCCL, and through
+gloo for what lives on the host unless that is switched off.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """One short fingerprint of everything that training changes (--log-state-hash).
 
-Weights, reduced main gradients, persistent buffers (expert bias) and optimizer state are hashed byte by byte, each under
-its global name, and the hashes are combined in the order of the names. So the result does not depend on how buffers are
-cut into buckets or on which rank holds an expert; equal bits give equal hashes, and one changed bit on one replica gives
-another hash.
+Weights, reduced main gradients, persistent buffers (expert bias) and optimizer state are hashed byte by byte, each
+under its global name, and the hashes are combined in the order of the names. So the result does not depend on how
+buffers are cut into buckets or on which rank holds an expert; equal bits give equal hashes, and one changed bit on
+one replica gives another hash.
 
 Cost: every tensor is copied to the host, and one object gather over all ranks per call.
 """

@@ -1,7 +1,8 @@
 """Functional test cases: what a `model_config.yaml` says, the command line it stands for, and the launch.
 
-A case is a folder `test_cases/<model>/<case>/` with `model_config.yaml` in Megatron's format and golden values beside it.
-`${NAME}` in a value is replaced by a path of the run: DATA_PATH (the preprocessed corpus), DATA_CACHE_PATH, OUTPUT_PATH.
+A case is a folder `test_cases/<model>/<case>/` with `model_config.yaml` in Megatron's format and golden values beside
+it. `${NAME}` in a value is replaced by a path of the run: DATA_PATH (the preprocessed corpus), DATA_CACHE_PATH,
+OUTPUT_PATH.
 """
 
 from __future__ import annotations

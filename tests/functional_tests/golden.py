@@ -1,8 +1,8 @@
 """Golden values: their files, and how a run is compared with them.
 
-A golden file holds Megatron's layout, {metric: {start_step, end_step, step_interval, values}}, and a fingerprint of where it
-was recorded. On the same fingerprint values are equal to five decimals; elsewhere the loss may differ by 1e-4 relative in
-the first ten steps and by 2e-3 after them. nan fails always, on either side.
+A golden file holds Megatron's layout, {metric: {start_step, end_step, step_interval, values}}, and a fingerprint of
+where it was recorded. On the same fingerprint values are equal to five decimals; elsewhere the loss may differ by
+1e-4 relative in the first ten steps and by 2e-3 after them. nan fails always, on either side.
 """
 
 from __future__ import annotations

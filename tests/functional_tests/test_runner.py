@@ -7,7 +7,7 @@ import pytest
 from tests.functional_tests.cases import command_words, find_cases
 from tests.functional_tests.golden import collect, compare, write_golden
 
-GOLDEN = {"lm loss": {step: 5.0 for step in range(1, 13)}, "num-zeros": {step: 100.0 for step in range(1, 13)}}
+GOLDEN = {"lm loss": dict.fromkeys(range(1, 13), 5.0), "num-zeros": dict.fromkeys(range(1, 13), 100.0)}
 
 
 def changed(metric, step, value):

@@ -3,10 +3,11 @@
     python3 tests/gpu_tests/run.py                   all parts that this machine's GPUs allow
     python3 tests/gpu_tests/run.py --only loss-ep2   one part, or several; this also resumes after the time ran out
 
-Every part is a pytest run of its own with a time limit. A part that hangs is told to print the stack of every thread and
-is killed. After each part its record is written to docs/evidence/gpu-<part>.json, and copied to $OUT if that is set. No
-part is begun that could outlast the budget (9 minutes), and what was left out is named. Needs torch, pytest, PyYAML and
-tqdm; the repository need not be installed. Exit code 0 if all parts passed, 1 if not, 3 if some were left out for time.
+Every part is a pytest run of its own with a time limit. A part that hangs is told to print the stack of every thread
+and is killed. After each part its record is written to docs/evidence/gpu-<part>.json, and copied to $OUT if that is
+set. No part is begun that could outlast the budget (9 minutes), and what was left out is named. Needs torch, pytest,
+PyYAML and tqdm; the repository need not be installed. Exit code 0 if all parts passed, 1 if not, 3 if some were left
+out for time.
 """
 
 from __future__ import annotations

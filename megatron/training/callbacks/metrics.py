@@ -12,12 +12,13 @@ import torch
 
 from megatron.core.optimizer.clip_grads import params_norm
 from megatron.core.transformer.moe.moe_logging import LOSS_LABELS, MoEMetrics
-from megatron.core.utils.logging import emit, get_world_size
+from megatron.core.utils.logging import emit, get_rank, get_world_size
 from megatron.training.callbacks.base import Callback
 from megatron.training.evaluation import LOG_RANK
 from megatron.training.flops import num_floating_point_operations
 from megatron.training.global_vars import get_timers
 from megatron.training.log_line import LogValues, format_log_line
+from megatron.training.memory_estimate import MEBIBYTE
 from megatron.training.state_hash import state_hash
 from megatron.training.train_state import StepResult, TrainingRun
 from megatron.training.training_log import IntervalSums
@@ -61,6 +62,8 @@ class TrainingLog(Callback):
             _write_step(run, result, router_figures, norm)
         if is_line:
             self._end_interval(run, result, norm)
+            if self._is_first and run.device.type == "cuda":
+                emit(memory_report(run.device), rank=LOG_RANK)
             self._is_first = False
 
     def _take_router_figures(self, run: TrainingRun) -> dict[str, float]:
@@ -150,6 +153,14 @@ def _write_step(run: TrainingRun, result: StepResult, router_figures: Mapping[st
     if args.log_memory_to_tensorboard and run.device.type == "cuda":
         plain.update(memory_scalars(run.device))
     write_plain_scalars(plain, state.iteration)
+
+
+def memory_report(device: torch.device) -> str:
+    """What the allocator holds after the first step, to be compared with the estimate printed at start."""
+    parts = ("allocated", torch.cuda.memory_allocated), ("max allocated", torch.cuda.max_memory_allocated)
+    parts += ("reserved", torch.cuda.memory_reserved), ("max reserved", torch.cuda.max_memory_reserved)
+    text = " | ".join(f"{name}: {read(device) / MEBIBYTE:.1f}" for name, read in parts)
+    return f"[Rank {get_rank()}] memory (MB) | {text}"
 
 
 def memory_scalars(device: torch.device) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Profiles the steps between --profile-step-start and --profile-step-end on the chosen ranks.
 
-With --use-pytorch-profiler a trace goes to the TensorBoard directory; without it the CUDA profiler is switched on and off
-around the steps, for a run under Nsight Systems.
+With --use-pytorch-profiler a trace goes to the TensorBoard directory; without it the CUDA profiler is switched on and
+off around the steps, for a run under Nsight Systems.
 """
 
 import argparse

@@ -21,6 +21,11 @@ class ProgressBar(Callback):
     def __init__(self) -> None:
         self._bar: Any = None
 
+    @property
+    def iterations_shown(self) -> int:
+        """Where the bar stands."""
+        return self._bar.n
+
     def on_train_start(self, run: TrainingRun) -> None:
         self._bar = tqdm(
             total=run.args.train_iters,

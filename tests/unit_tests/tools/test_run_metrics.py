@@ -68,7 +68,7 @@ def test_picture_holds_the_curves_dots_and_levels(tmp_path):
 def test_missing_metric_is_answered_with_those_that_exist(tmp_path):
     file = tmp_path / "run.log"
     file.write_text(log(["3.0"]))
-    with pytest.raises(ValueError, match="has no metric 'nonsense'; it has .*lm loss"):
+    with pytest.raises(ValueError, match=r"has no metric 'nonsense'; it has .*lm loss"):
         build_picture({"run": file}, "nonsense", {})
 
 

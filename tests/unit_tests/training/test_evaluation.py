@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import evaluation, global_vars
 from megatron.training.callbacks.base import CallbackList
 from megatron.training.evaluation import evaluate, evaluate_and_print, format_evaluation, perplexity

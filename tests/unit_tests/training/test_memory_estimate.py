@@ -11,7 +11,8 @@ from megatron.training.memory_estimate import parameter_bytes, rank_parameters
 
 BASE = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-    "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 100 --device cpu "
+    "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 100 "
+    "--device cpu "
 )
 MOE = "--num-experts 8 --moe-layer-freq ([0]*1+[1]*2) --disable-bias-linear --moe-token-dispatcher-type alltoall "
 VARIANTS = {

@@ -122,7 +122,7 @@ def nan_loss(mask, losses, plain=pretrain_gpt.loss_func):
 
 def test_nan_stops_the_run_before_the_optimizer(start, monkeypatch):
     monkeypatch.setattr(pretrain_gpt, "loss_func", nan_loss)
-    with pytest.raises(RuntimeError, match="NaN or infinity in the gradient of decoder.final_layernorm"):
+    with pytest.raises(RuntimeError, match=r"NaN or infinity in the gradient of decoder\.final_layernorm"):
         start("")
 
 
