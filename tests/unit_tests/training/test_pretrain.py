@@ -1,5 +1,6 @@
 """`pretrain_gpt.py` as one process: it trains, stops where asked, and answers mistakes with a message."""
 
+import logging
 import re
 import sys
 
@@ -22,8 +23,11 @@ MOE = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-token-dis
 
 @pytest.fixture(autouse=True)
 def _leave_nothing_behind():
+    # A handler that another test made writes to the standard error of that test.
+    logging.getLogger("megatron").handlers.clear()
     yield
     shut_down()
+    logging.getLogger("megatron").handlers.clear()
 
 
 @pytest.fixture
