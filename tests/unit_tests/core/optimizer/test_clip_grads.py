@@ -148,13 +148,22 @@ def test_ep_ranks_clip_by_one_norm(pool):
     assert (expert_0, expert_1) == pytest.approx((0.3, 1.2), rel=1e-6)
 
 
-def norms_with_one_rank_empty(norm_type):
-    """Rank 0 owns two experts with gradients 3 and 4, rank 1 owns nothing; neither owns a dense parameter."""
+RANK_GRADS = {
+    "one rank owns nothing": [UniqueTensors(expert=[torch.tensor([3.0]), torch.tensor([4.0])]), UniqueTensors()],
+    "one rank owns experts only": [
+        UniqueTensors(dense=[torch.tensor([3.0])]),
+        UniqueTensors(expert=[torch.tensor([4.0])]),
+    ],
+    "both own experts": [UniqueTensors(expert=[torch.tensor([3.0])]), UniqueTensors(expert=[torch.tensor([4.0])])],
+}
+
+
+def norm_over_two_ranks(owners, norm_type):
     groups = ProcessGroupCollection(mp=dist.group.WORLD, tp_ep_pp=dist.group.WORLD)
-    experts = [torch.tensor([3.0]), torch.tensor([4.0])] if dist.get_rank() == 0 else []
-    return total_norm(UniqueTensors(expert=experts), groups, CPU, norm_type).item()
+    return total_norm(RANK_GRADS[owners][dist.get_rank()], groups, CPU, norm_type).item()
 
 
-def test_rank_without_gradients_adds_zero(pool):
-    assert pool.run(norms_with_one_rank_empty, 2.0, world_size=2) == [5.0, 5.0]
-    assert pool.run(norms_with_one_rank_empty, math.inf, world_size=2) == [4.0, 4.0]
+@pytest.mark.parametrize(("norm_type", "expected"), [(2.0, 5.0), (math.inf, 4.0)])
+@pytest.mark.parametrize("owners", RANK_GRADS)
+def test_every_rank_joins_the_norm_whatever_it_owns(pool, owners, norm_type, expected):
+    assert pool.run(norm_over_two_ranks, owners, norm_type, world_size=2) == [expected, expected]
