@@ -101,10 +101,10 @@ class Encoder:
         texts = self._texts(number, document) if self.is_json else [document]
         encoded = []
         for text in texts:
-            ids = self.tokenizer.tokenize(text)
-            if ids and self.eod is not None:
-                ids.append(self.eod)
-            encoded.append(np.array(ids, dtype=np.int64).astype(self.dtype))
+            tokens = self.tokenizer.tokenize_array(text, self.dtype)
+            if len(tokens) and self.eod is not None:
+                tokens = np.append(tokens, self.dtype.type(self.eod))
+            encoded.append(tokens)
         return encoded
 
     def _texts(self, number: int, line: str) -> list[str]:

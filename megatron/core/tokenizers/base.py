@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from megatron.core.errors import DataError
 
@@ -27,6 +30,24 @@ class MegatronTokenizer(ABC):
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text; no special token but those that the model adds by itself."""
+
+    def _encode(self, text: str) -> Sequence[int] | np.ndarray:
+        """Return what `tokenize` does; a tokenizer that can make an array without a list overrides this."""
+        return self.tokenize(text)
+
+    def tokenize_array(self, text: str, dtype: np.dtype) -> np.ndarray:
+        """Return the ids of a text as an array [n].
+
+        Raises: DataError for an id that is not below the vocabulary size.
+        """
+        ids = np.asarray(self._encode(text))
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            bad = ids[(ids < 0) | (ids >= self.vocab_size)][0]
+            raise DataError(
+                f"tokenizer_type={type(self).__name__!r}: the text holds token id {bad}, the vocabulary has "
+                f"{self.vocab_size} ids; raise --vocab-size or correct the text."
+            )
+        return ids.astype(dtype)
 
     @abstractmethod
     def detokenize(self, ids: list[int]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from megatron.core.tokenizers.base import MegatronTokenizer
 
 NUM_BYTES = 256
@@ -13,6 +15,9 @@ class ByteTokenizer(MegatronTokenizer):
     def tokenize(self, text: str) -> list[int]:
         """Return the bytes of a text."""
         return list(text.encode("utf-8"))
+
+    def _encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def detokenize(self, ids: list[int]) -> str:
         """Return the text of bytes; end-of-document ids are left out, broken characters are replaced."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from megatron.core.errors import DataError
 from megatron.core.optional_deps import require
@@ -37,6 +40,10 @@ class GPTSentencePieceTokenizer(MegatronTokenizer):
         """Return the ids of a text."""
         return self._model.EncodeAsIds(text)
 
+    def _encode(self, text: str) -> Sequence[int] | np.ndarray:
+        # Older releases of the library (0.2.1) have no arrays.
+        return getattr(self._model, "EncodeAsNumpy", self._model.EncodeAsIds)(text)
+
     def detokenize(self, ids: list[int]) -> str:
         """Return the text of ids."""
         return self._model.DecodeIds(ids)
@@ -65,6 +72,9 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text, with BOS in front."""
         return [self.bos, *super().tokenize(text)]
+
+    def _encode(self, text: str) -> Sequence[int]:
+        return self.tokenize(text)
 
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):

@@ -1,5 +1,6 @@
 """Bytes as ids."""
 
+import numpy as np
 import pytest
 
 from megatron.core.errors import DataError
@@ -10,6 +11,12 @@ def test_ids_are_utf8_bytes_and_256_ends_a_document():
     tokenizer = ByteTokenizer()
     assert tokenizer.tokenize("A\n\u00e9") == [65, 10, 0xC3, 0xA9]
     assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+
+
+def test_arrays_hold_the_same_ids():
+    array = ByteTokenizer().tokenize_array("A\n\u00e9", np.dtype(np.uint16))
+    assert array.dtype == np.uint16
+    assert array.tolist() == [65, 10, 0xC3, 0xA9]
 
 
 def test_text_survives_the_round_trip():

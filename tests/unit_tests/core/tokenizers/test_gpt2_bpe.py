@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from megatron.core.errors import DataError
@@ -44,6 +45,11 @@ def test_text_survives_the_round_trip(files, text):
     tokenizer = GPT2BPETokenizer(*files)
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text  # the second time from the cache
+
+
+def test_arrays_hold_the_same_ids(files):
+    tokenizer = GPT2BPETokenizer(*files)
+    assert tokenizer.tokenize_array("the thing", np.dtype(np.int32)).tolist() == tokenizer.tokenize("the thing")
 
 
 def test_end_of_text_ends_a_document(files):

@@ -1,5 +1,6 @@
 """Sentencepiece models trained on a few lines."""
 
+import numpy as np
 import pytest
 
 from megatron.core.errors import DataError
@@ -33,6 +34,14 @@ def test_text_survives_the_round_trip(model, kind):
     assert 0 < len(ids) < len(LINES[0])
     assert max(ids) < tokenizer.vocab_size
     assert tokenizer.detokenize(ids) == LINES[0]
+
+
+@pytest.mark.parametrize("kind", [GPTSentencePieceTokenizer, SentencePieceTokenizer, Llama2Tokenizer])
+def test_arrays_hold_the_same_ids(model, kind):
+    tokenizer = kind(model)
+    for text in (LINES[0], ""):
+        array = tokenizer.tokenize_array(text, np.dtype(np.uint16))
+        assert (array.dtype, array.tolist()) == (np.uint16, tokenizer.tokenize(text))
 
 
 def test_gpt_form_ends_a_document_with_the_models_own_end(model):
