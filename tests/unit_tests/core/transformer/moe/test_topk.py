@@ -119,7 +119,7 @@ def test_sinkhorn_balances_rows_and_columns():
 
 
 def test_sinkhorn_chooses_by_balance_in_training_and_by_logits_in_evaluation():
-    logits = torch.tensor([[3.0, 0.0], [2.0, 0.0], [1.0, 0.0], [0.5, 0.0]])
+    logits = torch.tensor([[3.0, 0.5], [2.0, 0.5], [1.5, 0.5], [1.0, 0.5]])
     trained, training_map = sinkhorn_routing(logits, 1, is_training=True)
     _, evaluation_map = sinkhorn_routing(logits, 1, is_training=False)
     assert training_map.sum(dim=0).tolist() == [2, 2]
