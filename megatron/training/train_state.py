@@ -57,9 +57,9 @@ class TrainingRun:
     pg_collection: ProcessGroupCollection
     device: torch.device
     forward_step_func: Callable[..., Any]
-    train_iterator: Iterator[Any] | None
-    valid_iterator: Iterator[Any] | None
-    test_iterator: Iterator[Any] | None
+    train_iterator: Iterator[Any] | None = None
+    valid_iterator: Iterator[Any] | None = None
+    test_iterator: Iterator[Any] | None = None
     state: TrainState = field(default_factory=TrainState)
     callbacks: "CallbackList | None" = None
     counters: Counter[str] = field(default_factory=Counter)

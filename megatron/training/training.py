@@ -17,12 +17,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils.logging import get_logger, log_single_rank
 from megatron.training.arguments import parse_args
 from megatron.training.callbacks.base import Callback, CallbackList
+from megatron.training.callbacks.checkpoint import PeriodicCheckpoint
 from megatron.training.callbacks.evaluation import PeriodicEvaluation
 from megatron.training.callbacks.exit import ExitConditions
 from megatron.training.callbacks.gc import ManualGC
 from megatron.training.callbacks.metrics import TrainingLog
 from megatron.training.callbacks.profiler import Profiler, is_profiled
 from megatron.training.callbacks.progress import ProgressBar, is_terminal
+from megatron.training.checkpointing import CheckpointWriter, load_checkpoint
 from megatron.training.data_loaders import build_train_valid_test_data_iterators
 from megatron.training.evaluation import evaluate_and_print
 from megatron.training.flops import num_floating_point_operations
@@ -62,7 +64,10 @@ def pretrain(
     args = parse_args(argv, extra_args_provider)
     device = initialize_megatron(args)
     try:
-        run = build_run(args, device, train_valid_test_dataset_provider, model_provider, forward_step_func)
+        run = build_run(args, device, model_provider, forward_step_func)
+        restore_generators = load_checkpoint(run)
+        build_data(run, train_valid_test_dataset_provider)
+        restore_generators()
         run.callbacks = CallbackList([*standard_callbacks(args, start_time), *callbacks])
         if not args.skip_train:
             train(run)
@@ -78,18 +83,16 @@ def pretrain(
 def build_run(
     args: argparse.Namespace,
     device: torch.device,
-    dataset_provider: Callable[..., Any],
     model_provider: Callable[..., torch.nn.Module],
     forward_step_func: Callable[..., Any],
 ) -> TrainingRun:
-    """Build model, optimizer, schedule and data of this rank."""
+    """Build model, optimizer and schedule of this rank."""
     pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     report_memory_estimate(args)
     model = build_model(model_provider, args, device, pg_collection)
     optimizer, scheduler = build_optimizer(args, model, pg_collection)
     model_config = model[0].config
     connect_schedule(model_config, optimizer)
-    train_iterator, valid_iterator, test_iterator = build_train_valid_test_data_iterators(dataset_provider)
     return TrainingRun(
         args=args,
         model=model,
@@ -99,9 +102,13 @@ def build_run(
         pg_collection=pg_collection,
         device=device,
         forward_step_func=forward_step_func,
-        train_iterator=train_iterator,
-        valid_iterator=valid_iterator,
-        test_iterator=test_iterator,
+    )
+
+
+def build_data(run: TrainingRun, dataset_provider: Callable[..., Any]) -> None:
+    """Build the iterators of this rank from the samples that the run has consumed so far."""
+    run.train_iterator, run.valid_iterator, run.test_iterator = build_train_valid_test_data_iterators(
+        dataset_provider, run.state.consumed_train_samples, run.state.consumed_valid_samples
     )
 
 
@@ -120,6 +127,8 @@ def standard_callbacks(args: argparse.Namespace, start_time: float) -> list[Call
             start_time=start_time,
         )
     )
+    if args.save is not None:
+        callbacks.append(PeriodicCheckpoint(CheckpointWriter(args), args.save_interval))
     if args.manual_gc:
         callbacks.append(ManualGC(args.manual_gc_interval, around_evaluation=args.manual_gc_eval))
     if is_profiled(args):
