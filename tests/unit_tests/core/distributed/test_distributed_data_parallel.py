@@ -1,5 +1,8 @@
 """Accumulation, readiness and reduction of gradients; T03 and T04 of the known traps, one process and two ranks."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -313,3 +316,13 @@ def test_moe_with_an_idle_expert_reduces_each_bucket_once(pool):
     for log in got.logs:
         reductions = [record for record in log if any("bucket_group.py" in frame for frame in record.where)]
         assert len(reductions) == len(got.grads)
+
+
+def test_wrapper_and_its_buffers_are_freed_when_dropped():
+    model = torch.nn.Linear(3, 2)
+    chunk = DistributedDataParallel(ModelParallelConfig(), DistributedDataParallelConfig(), model)
+    chunk(torch.ones(1, 3)).sum().backward()
+    alive = weakref.ref(chunk)
+    del chunk
+    gc.collect()
+    assert alive() is None

@@ -21,7 +21,7 @@ def named():
         ("embedding.word_embeddings.weight", parameter(4, 2, is_embedding_or_output_parameter=True)),
         ("decoder.layers.0.input_layernorm.weight", parameter(2)),
         ("decoder.layers.0.self_attention.q_layernorm.weight", parameter(2)),
-        ("decoder.layers.0.self_attention.linear_qkv.bias", parameter(6)),
+        ("decoder.layers.0.self_attention.linear_qkv.bias", parameter(1, 6)),
         ("decoder.layers.0.mlp.router.weight", parameter(2, 2)),
         ("decoder.layers.0.mlp.experts.linear_fc1.weight0", parameter(2, 2, allreduce=False)),
         ("output_layer.weight", parameter(4, 2, is_embedding_or_output_parameter=True)),

@@ -89,8 +89,11 @@ def test_warmup_starts_at_its_initial_rate():
     assert rates_at(build(init_lr=0.2), [0, 5, 10]) == pytest.approx([0.2, 0.6, 1.0])
 
 
-def test_first_step_uses_sample_zero_also_without_warmup():
-    assert rates_at(build(lr_warmup_steps=0), [0]) == [1.0]
+@pytest.mark.parametrize(("warmup", "rate"), [(10, 0.25), (0, 1.0)])
+def test_groups_have_the_values_of_sample_zero_from_the_start(warmup, rate):
+    first, second = build(init_lr=0.25, lr_warmup_steps=warmup).optimizer.param_groups
+    assert (first["lr"], second["lr"]) == (rate, rate)
+    assert (first["weight_decay"], second["weight_decay"]) == (0.5, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,20 @@ def test_forward_only_leaves_no_gradient():
     assert log.records == []
 
 
+def test_forward_only_builds_no_graph():
+    def output_requires_grad(iterator, model):
+        return model(next(iterator)), lambda output: (output.sum(), output.requires_grad)
+
+    reports = get_forward_backward_func()(
+        forward_step_func=output_requires_grad,
+        data_iterator=iter([torch.ones(1).double()]),
+        model=make_model(),
+        num_microbatches=1,
+        forward_only=True,
+    )
+    assert reports == [False]
+
+
 def test_other_outputs_can_be_collected_instead_of_losses():
     assert run(make_model(), [[1.0, 3.0]], forward_only=True, collect_non_loss_data=True) == [[2.0, 6.0]]
 
