@@ -165,6 +165,7 @@ def build_pretraining_data_loader(
         pin_memory=torch.cuda.is_available() and args.device != "cpu",
         persistent_workers=args.num_workers > 0,
         worker_init_fn=_limit_threads if args.num_workers else None,
+        generator=torch.Generator().manual_seed(args.seed),  # else every epoch would draw from the model's generator
     )
 
 

@@ -73,28 +73,24 @@ class BlendedMegatronDatasetBuilder:
 
     def _build_all(self) -> list[SplitResult]:
         config = self.config
-        if config.blend_per_split is not None:
-            return [
-                None if blend is None else self._build_blend(blend, split, None)
-                for split, blend in zip(Split, config.blend_per_split, strict=True)
-            ]
-        assert config.split_matrix is not None, "a config without a blend per split has a split matrix"
         results: list[SplitResult] = []
-        for split, bookends in zip(Split, config.split_matrix, strict=True):
-            if bookends is None:
+        for split in Split:
+            blend = config.blend if config.blend_per_split is None else config.blend_per_split[split.value]
+            bookends = None if config.split_matrix is None else config.split_matrix[split.value]
+            # Without a split matrix each split has files of its own; with one, no bookends mean no share.
+            is_absent = blend is None if config.split_matrix is None else bookends is None
+            if is_absent or self.sizes[split.value] == 0:
                 results.append(None)
-            elif config.blend is None:
+            elif blend is None:
                 results.append(self._build_one(None, split, bookends, self.sizes[split.value]))
             else:
-                results.append(self._build_blend(config.blend, split, bookends))
+                results.append(self._build_blend(blend, split, bookends))
         return results
 
     def _build_blend(self, blend: Blend, split: Split, bookends: tuple[float, float] | None) -> SplitResult:
         """Build the blend of one split; bookends None takes the files whole."""
         prefixes, weights = blend
         size = self.sizes[split.value]
-        if size == 0:
-            return None
         if len(prefixes) == 1:
             return self._build_one(prefixes[0], split, bookends, size)
         if split is Split.valid and self.config.multiple_validation_sets:
@@ -132,9 +128,7 @@ class BlendedMegatronDatasetBuilder:
         """Build a dataset for each prefix, in threads if the config says so."""
 
         def build(item: tuple[str, int | None]) -> MegatronDataset:
-            dataset = self._build_one(item[0], split, bookends, item[1])
-            assert dataset is not None, "each dataset of a blend has a size above zero"
-            return dataset
+            return self._build_one(item[0], split, bookends, item[1])
 
         items = list(zip(prefixes, sizes, strict=True))
         num_threads = min(self.config.num_dataset_builder_threads, len(items))
@@ -145,10 +139,8 @@ class BlendedMegatronDatasetBuilder:
 
     def _build_one(
         self, prefix: str | None, split: Split, bookends: tuple[float, float] | None, size: int | None
-    ) -> MegatronDataset | None:
-        """Build the dataset of one prefix and split; size 0 gives none."""
-        if size == 0:
-            return None
+    ) -> MegatronDataset:
+        """Build the dataset of one prefix and split."""
         low_level: Any = self.cls.build_low_level_dataset(prefix, self.config)
         num_sequences = self.cls.numel_low_level_dataset(low_level)
         if num_sequences == 0:

@@ -174,7 +174,6 @@ class GPTDataset(MegatronDataset):
             return (
                 len(arrays["document_index"]) == plan.num_epochs * len(self.indices)
                 and len(arrays["sample_index"]) == plan.num_samples + 1
-                and len(arrays["shuffle_index"]) == plan.num_samples
             )
 
         folder, names = self.cache_folder(), ("document_index", "sample_index", "shuffle_index")
@@ -197,7 +196,7 @@ class GPTDataset(MegatronDataset):
         text, part_lengths = self._read(0 if idx is None else int(idx))
         stream = torch.from_numpy(text)
         if self._num_extra_tokens:
-            tokens, labels = stream[:-1].contiguous(), stream[1:].contiguous()
+            tokens, labels = stream[:-1], stream[1:].clone()
         else:
             tokens, labels = stream, torch.cat((stream[1:], torch.tensor([self._pad])))
         attention_mask, loss_mask, position_ids = self._masks(tokens)

@@ -34,7 +34,7 @@ class MaskOptions:
 
 def segment_starts(tokens: torch.Tensor, eod_token: int) -> torch.Tensor:
     """Return where documents begin in tokens [s]: place 0 and each place after an EOD, as int64 [n]."""
-    after_eod = torch.nonzero(tokens[:-1] == eod_token).flatten() + 1
+    after_eod = torch.nonzero(tokens == eod_token).flatten() + 1
     return torch.cat((torch.zeros(1, dtype=torch.int64), after_eod))
 
 

@@ -15,15 +15,17 @@ def folder(tmp_path):
     (tmp_path / "parts").mkdir()
     write_tokens(tmp_path / "parts" / "b", [[3], []])
     write_tokens(tmp_path / "parts" / "a", [[1, 2]])
+    for place, name in enumerate("gfedc"):
+        write_tokens(tmp_path / "parts" / name, [[place]])
     return tmp_path / "parts"
 
 
 def test_folder_is_joined_in_the_order_of_names(folder, tmp_path, capsys):
     assert main(["--input", str(folder), "--output-prefix", str(tmp_path / "all")]) == 0
     merged = IndexedDataset(str(tmp_path / "all"))
-    assert [merged[place].tolist() for place in range(2)] == [[1, 2], [3]]
-    assert merged.document_indices.tolist() == [0, 1, 2, 2]
-    assert "3 documents" in capsys.readouterr().out
+    assert [merged[place].tolist() for place in range(7)] == [[1, 2], [3], [4], [3], [2], [1], [0]]
+    assert merged.document_indices.tolist() == [0, 1, 2, 2, 3, 4, 5, 6, 7]
+    assert "8 documents" in capsys.readouterr().out
 
 
 def test_prefixes_are_joined_in_the_order_given(folder, tmp_path):
@@ -35,7 +37,7 @@ def test_prefixes_are_joined_in_the_order_given(folder, tmp_path):
 
 
 def test_merged_files_equal_files_written_at_once(folder, tmp_path):
-    main(["--input", str(folder), "--output-prefix", str(tmp_path / "all")])
+    main(["--input", str(folder / "a"), str(folder / "b"), "--output-prefix", str(tmp_path / "all")])
     write_tokens(tmp_path / "once", [[1, 2], [3], []])
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"all{suffix}").read_bytes() == (tmp_path / f"once{suffix}").read_bytes()

@@ -1,6 +1,7 @@
 """Text to token files."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -47,6 +48,16 @@ def test_two_workers_write_the_same_files_as_one(jsonl, tmp_path, monkeypatch, o
         assert one == two
 
 
+def test_slow_worker_keeps_its_place(jsonl, tmp_path, monkeypatch):
+    def encode(self, text):
+        time.sleep(0.3 if text == "a" else 0.0)
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    monkeypatch.setattr(preprocess_data, "DOCUMENTS_PER_TASK", 1)
+    monkeypatch.setattr("megatron.core.tokenizers.byte.ByteTokenizer._encode", encode)
+    assert sequences(run(jsonl, tmp_path / "out", "--workers", "2")[0]) == [[97], [98]]
+
+
 def test_each_key_gets_its_own_files(jsonl, tmp_path):
     text, title = run(jsonl, tmp_path / "out", "--json-keys", "text", "title")
     assert sequences(text) == [[97], [98]]
@@ -59,6 +70,7 @@ def test_blank_lines_separate_documents_of_plain_text(tmp_path):
     path.write_text("\n\nab\nc\n\n \n\nd")
     (dataset,) = run(str(path), tmp_path / "out")
     assert [bytes(sequence) for sequence in sequences(dataset)] == [b"ab\nc\n", b"d"]
+    assert dataset.document_indices.tolist() == [0, 1, 2]
 
 
 def test_format_can_be_forced(tmp_path):
@@ -98,7 +110,8 @@ def test_tokenizer_without_an_end_of_document_is_named(jsonl, tmp_path, monkeypa
         ("", "0 documents without a single token"),
     ],
 )
-def test_broken_input_is_named(tmp_path, capsys, workers, text, message):
+def test_broken_input_is_named(tmp_path, capsys, monkeypatch, workers, text, message):
+    monkeypatch.setattr(preprocess_data, "DOCUMENTS_PER_TASK", 1)
     path = tmp_path / "in.jsonl"
     path.write_text(text)
     arguments = ["--input", str(path), "--output-prefix", str(tmp_path / "o"), "--tokenizer-type", "ByteTokenizer"]

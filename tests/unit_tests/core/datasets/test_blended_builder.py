@@ -42,6 +42,11 @@ def test_split_without_share_and_size_zero_give_no_dataset(prefixes):
     assert (valid, test) == (None, None)
 
 
+def test_size_zero_gives_no_dataset_in_a_blend_and_in_mock_data(prefixes):
+    assert build([0, 0, 0], blend=(prefixes, [1.0, 1.0]), split="1,1,1") == [None] * 3
+    assert build([0, 0, 0], cls=MockGPTDataset, blend=None, split=None) == [None] * 3
+
+
 def test_weighted_blend_counts_by_weight_with_surplus(prefixes):
     train = build([150, 0, 0], blend=(prefixes, [3.0, 1.0]), split="1,0,0")[0]
     assert isinstance(train, BlendedDataset)

@@ -91,11 +91,17 @@ def test_ambiguous_pad_masks_when_allowed(tmp_path):
 
 
 def test_pad_outside_of_the_vocabulary_never_reaches_the_embedding(tmp_path):
-    prefix = write_tokens(tmp_path / "one", [[4, 300, 300, 6, 7]])
+    prefix = write_tokens(tmp_path / "one", [[300, 300, 4, 6, 7]])
     item = gpt_dataset(prefix, tokenizer=ToyTokenizer(10, eod=9, pad=300), sequence_length=4)[0]
-    assert item["tokens"].tolist() == [4, 0, 0, 6]
-    assert item["labels"].tolist() == [0, 0, 6, 7]
-    assert item["loss_mask"].tolist() == [0, 0, 1, 1]
+    assert item["tokens"].tolist() == [0, 0, 4, 6]
+    assert item["labels"].tolist() == [0, 4, 6, 7]
+    assert item["loss_mask"].tolist() == [0, 1, 1, 1]
+
+
+def test_fields_of_an_item_do_not_share_memory(prefix):
+    item = gpt_dataset(prefix)[0]
+    item["tokens"].fill_(77)
+    assert item["labels"].tolist() == [*range(9, 16), 99]
 
 
 @pytest.mark.parametrize("place", [0, 2, 4])
@@ -161,6 +167,13 @@ def test_part_without_an_input_token_is_no_part(tmp_path):
     lengths = torch.diff(item["cu_seqlens"]).tolist()
     expected = [4, 0, 0, 0] if item["tokens"].tolist() == [1, 2, 3, 4] else [1, 3, 0, 0]
     assert lengths == expected
+
+
+def test_as_many_parts_as_tokens_fit(tmp_path):
+    prefix = write_tokens(tmp_path / "ones", [[token] for token in range(1, 10)])
+    item = gpt_dataset(prefix, sequence_length=4, inter_document_masking=True)[0]
+    assert item["cu_seqlens"].tolist() == [0, 1, 2, 3, 4]
+    assert item["position_ids"].tolist() == [0, 0, 0, 0]
 
 
 def test_stand_in_item_has_no_loss(prefix):

@@ -86,15 +86,21 @@ def test_blend_equals_the_published_vector(weights):
         assert dataset_sample_index.tolist() == samples
 
 
-def test_exhaustive_blend_equals_the_published_vector():
-    sizes = np.array([3, 2, 4])
+EXHAUSTIVE = {
+    "published": ([3, 2, 4], [2, 0, 1, 2, 0, 2, 1, 0, 2], [0, 0, 0, 1, 1, 2, 1, 2, 3]),
+    "one is empty": ([0, 2, 2], [1, 2, 1, 2], [0, 0, 1, 1]),
+}
+
+
+@pytest.mark.parametrize(("sizes", "datasets", "samples"), EXHAUSTIVE.values(), ids=EXHAUSTIVE)
+def test_exhaustive_blend_equals_the_vector(sizes, datasets, samples):
     candidates = [index_kernels.exhaustive_blending_indices_numpy]
     if optional_deps.is_available("helpers_cpp"):
         candidates.append(optional_deps.require("helpers_cpp").build_exhaustive_blending_indices)
     for build in candidates:
-        dataset_index, dataset_sample_index = build(sizes)
-        assert dataset_index.tolist() == [2, 0, 1, 2, 0, 2, 1, 0, 2]
-        assert dataset_sample_index.tolist() == [0, 0, 0, 1, 1, 2, 1, 2, 3]
+        dataset_index, dataset_sample_index = build(np.array(sizes))
+        assert dataset_index.tolist() == datasets
+        assert dataset_sample_index.tolist() == samples
 
 
 def test_compiled_blends_equal_numpy_on_random_weights():
@@ -123,7 +129,7 @@ def test_compiled_exhaustive_blends_equal_numpy_and_use_each_sample_once():
 @pytest.mark.parametrize(("is_built", "which"), [(True, "the C\\+\\+ extension"), (False, "NumPy .*the same bits")])
 def test_one_line_says_which_builder_is_used(monkeypatch, caplog, is_built, which):
     monkeypatch.setattr(index_kernels, "is_available", lambda name: is_built)
-    monkeypatch.setattr(index_kernels, "require", lambda name: None)
+    monkeypatch.setattr(index_kernels, "require", {"helpers_cpp": None}.get if is_built else None)
     index_kernels._compiled.cache_clear()
     with caplog.at_level(logging.INFO, logger="megatron"):
         index_kernels._compiled()

@@ -102,6 +102,13 @@ def test_truncated_index_is_refused_with_both_sizes(prefix, size):
         IndexReader(prefix + ".idx")
 
 
+def test_index_with_surplus_bytes_is_refused(prefix):
+    with open(prefix + ".idx", "ab") as stream:
+        stream.write(bytes(3))
+    with pytest.raises(DataError, match="165 bytes, but 6 sequences and 7 document borders need 162"):
+        IndexReader(prefix + ".idx")
+
+
 def test_foreign_index_is_refused_by_its_magic(prefix):
     change_bytes(prefix + ".idx", 0, b"NOTANIDX")
     with pytest.raises(DataError, match="this is no token index, it begins with b'NOTANIDX"):

@@ -28,6 +28,10 @@ def test_positions_at_the_rims(tokens, expected):
     assert masks(tokens)[2].tolist() == expected
 
 
+def test_end_of_a_document_at_the_rim_has_no_loss():
+    assert masks([E, 1, E])[1].tolist() == [0, 1, 0]
+
+
 def test_tokens_do_not_attend_to_earlier_documents():
     attention, _, _ = masks([1, E, 2, 3, E])
     visible = (~attention[0]).int().tolist()

@@ -53,6 +53,7 @@ def test_default_split_covers_every_sequence_once():
         (["0.3", "a", "7", "b"], (["a", "b"], [0.3, 7.0])),
         (["0.3", "a", "b"], (["0.3", "a", "b"], None)),
         (["a", "0.3"], (["a", "0.3"], None)),
+        (["0.3", "a", "0.7"], (["0.3", "a", "0.7"], None)),
         (["1", "a", "x", "b"], (["1", "a", "x", "b"], None)),
         ([], None),
         (None, None),
@@ -85,5 +86,5 @@ def test_more_datasets_than_an_index_can_name_are_refused():
 
 
 def test_contributions_round_up_and_builds_have_a_surplus():
-    assert splits.blend_sizes([0.1, 0.9], 15) == [2, 14]
+    assert splits.blend_sizes([0.1, 0.9], 14) == [2, 13]
     assert [splits.with_surplus(size, 0.005) for size in (0, 1, 200, 1000)] == [0, 2, 201, 1005]

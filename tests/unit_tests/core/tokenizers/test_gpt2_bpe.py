@@ -22,6 +22,7 @@ def files(tmp_path):
 def test_every_byte_has_its_own_printable_character():
     table = printable_bytes()
     assert len(set(table.values())) == 256
+    assert table[0xAD] == "\u0143"
     assert (table[ord("A")], table[ord(" ")], table[0], table[255]) == ("A", "\u0120", "\u0100", "\u00ff")
 
 
