@@ -12,7 +12,7 @@ token.
 import argparse
 from dataclasses import dataclass
 
-from megatron.core.transformer.layer_layout import moe_layer_pattern
+from megatron.core.configs.layer_pattern import moe_layer_pattern
 
 FLOPS_PER_WEIGHT = 6
 """2 for the multiply-add, times 3 for forward, input gradient and weight gradient."""
@@ -93,14 +93,9 @@ def flops_per_token(shape: FlopsShape) -> float:
     return FLOPS_PER_WEIGHT * multiply_adds
 
 
-def moe_layer_flags(args: argparse.Namespace) -> list[bool]:
-    """Per layer, counted from 0, whether it is a MoE layer."""
-    return moe_layer_pattern(args.moe_layer_freq, args.num_layers) if args.num_experts else [False] * args.num_layers
-
-
 def flops_shape(args: argparse.Namespace) -> FlopsShape:
     """Read the shape of the model from parsed arguments."""
-    flags = moe_layer_flags(args)
+    flags = moe_layer_pattern(args.moe_layer_freq, args.num_layers, args.num_experts)
     return FlopsShape(
         hidden_size=args.hidden_size,
         seq_length=args.seq_length,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.configs.layer_pattern import moe_layer_pattern
 from megatron.core.utils.logging import get_logger, log_single_rank
-from megatron.training.flops import moe_layer_flags
 
 logger = get_logger(__name__)
 
@@ -60,7 +60,7 @@ def _shared_experts(args: argparse.Namespace) -> int:
 def rank_parameters(args: argparse.Namespace) -> RankParameters:
     """Count the parameters that one rank holds."""
     h = args.hidden_size
-    flags = moe_layer_flags(args)
+    flags = moe_layer_pattern(args.moe_layer_freq, args.num_layers, args.num_experts)
     num_moe, num_dense = flags.count(True), flags.count(False)
     dense = args.padded_vocab_size * h * (2 if args.untie_embeddings_and_output_weights else 1)
     if args.position_embedding_type == "learned_absolute":

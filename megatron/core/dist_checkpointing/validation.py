@@ -78,7 +78,8 @@ def check_fit(
         raise CheckpointError(
             "the checkpoint does not fit this model:\n"
             + "\n".join(failures)
-            + "\n  use the flags the run was saved with (--use-checkpoint-args takes them from the checkpoint)"
+            + "\n  use the flags the run was saved with (--use-checkpoint-args takes them from the checkpoint), "
+            "or leave parts out: --no-load-optim skips the optimizer, --finetune all but the weights"
         )
     if notes and strictness in (Strictness.LOG_ALL, Strictness.LOG_UNEXPECTED):
         get_logger(__name__).warning("checkpoint and model differ:\n%s", "\n".join(notes))

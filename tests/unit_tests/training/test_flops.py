@@ -1,11 +1,10 @@
 """The FLOP formula against published models; figures in GFLOP per token at 4096 tokens."""
 
-import argparse
 import dataclasses
 
 import pytest
 
-from megatron.training.flops import FlopsShape, LatentAttentionShape, flops_per_token, moe_layer_flags
+from megatron.training.flops import FlopsShape, LatentAttentionShape, flops_per_token
 
 MIXTRAL = FlopsShape(
     hidden_size=4096,
@@ -82,17 +81,3 @@ DEEPSEEK_V3_MTP = dataclasses.replace(DEEPSEEK_V3, num_moe_layers=59, num_mtp_la
 def test_published_model_costs_the_known_figure(shape, gflop):
     digits = 3 if gflop == 23.006 else 1 if gflop > 50 else 2
     assert round(flops_per_token(shape) / 1e9, digits) == gflop
-
-
-@pytest.mark.parametrize(
-    ("freq", "experts", "flags"),
-    [
-        (1, 8, [True] * 4),
-        (2, 8, [True, False, True, False]),
-        ([0, 1, 1, 0], 8, [False, True, True, False]),
-        (1, None, [False] * 4),
-    ],
-)
-def test_moe_layers_follow_frequency_or_list(freq, experts, flags):
-    args = argparse.Namespace(num_layers=4, moe_layer_freq=freq, num_experts=experts)
-    assert moe_layer_flags(args) == flags

@@ -1,5 +1,6 @@
 """Specs of GPT layers: which class fills each slot, dense or MoE, layer by layer."""
 
+from megatron.core.configs.layer_pattern import moe_layer_pattern
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, get_backend
@@ -8,7 +9,6 @@ from megatron.core.module_api.spec_utils import ModuleSpec
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.layer_layout import moe_layer_pattern
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -34,10 +34,7 @@ def get_gpt_decoder_block_spec(
     Raises: ConfigError if Transformer Engine is asked for, or the pattern does not fit the number of layers.
     """
     backend = get_backend(use_transformer_engine)
-    if config.num_moe_experts is None:
-        is_moe = [False] * config.num_layers
-    else:
-        is_moe = moe_layer_pattern(config.moe_layer_freq, config.num_layers)
+    is_moe = moe_layer_pattern(config.moe_layer_freq, config.num_layers, config.num_moe_experts)
     dense = _layer_spec(backend, _mlp_spec(backend), config.qk_layernorm)
     moe = _layer_spec(backend, get_moe_module_spec(), config.qk_layernorm)
     return TransformerBlockSubmodules([moe if kind else dense for kind in is_moe], layer_norm=backend.layer_norm())
