@@ -14,6 +14,8 @@ Buckets start in one fixed order, the one in which reverse registration fills th
 every rank then issues the same sequence of collectives also where, say, an expert without tokens finishes early.
 """
 
+import functools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +38,13 @@ from megatron.core.utils.logging import get_rank
 def is_expert_parameter(param: torch.nn.Parameter) -> bool:
     """True if the replicas of `param` are the expert data parallel ranks, not all data parallel ranks."""
     return not getattr(param, "allreduce", True)
+
+
+def _on_grad_of(owner: "weakref.ref[DistributedDataParallel]", param: torch.nn.Parameter) -> None:
+    """Tell the wrapper, if it still exists, that autograd has accumulated the gradient of `param`."""
+    wrapper = owner()
+    if wrapper is not None:
+        wrapper._on_grad(param)
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -72,7 +81,13 @@ class DistributedDataParallel(torch.nn.Module):
         self._checks_gradients = ddp_config.check_for_nan_in_grad and not config.fp16
         self._num_started = 0
         self._is_last_microbatch = True
-        self._hooks = [param.register_post_accumulate_grad_hook(self._on_grad) for param in self.params.values()]
+        # A strong reference from a parameter's hook closes a cycle through C++ that the garbage collector cannot see:
+        # model, buffers and process groups would live for ever.
+        owner: weakref.ref[DistributedDataParallel] = weakref.ref(self)
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(functools.partial(_on_grad_of, owner))
+            for param in self.params.values()
+        ]
 
     # Construction.
 
