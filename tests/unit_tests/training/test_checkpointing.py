@@ -1,8 +1,12 @@
 """A run that stops and goes on ends in the bits of a run that never stopped; what does not fit is refused by name."""
 
 import json
+import os
+import random
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -201,3 +205,31 @@ def test_without_optimizer_in_the_files_the_remedy_is_named(tmp_path: Path, corp
     assert "optimizer.state.exp_avg" in text
     assert "--no-load-optim" in text
     run(1, words(corpus, f"--load {tmp_path} --no-load-optim --exit-interval 3"))
+
+
+@pytest.mark.full
+def test_twenty_kills_leave_a_checkpoint_that_loads(tmp_path: Path, corpus: Path) -> None:
+    """Two ranks save after every step and are killed after a random time; the next run goes on from what is there."""
+    save, outputs = tmp_path / "save", tmp_path / "outputs"
+    outputs.mkdir()
+    argv = words(corpus, EP2, f"--save {save} --load {save} --save-interval 1 --eval-iters 0 --train-iters 100000")
+    waits = random.Random(11)
+    reached = [0]
+
+    def body() -> int:
+        sys.argv = ["pretrain_gpt.py", *argv]
+        return pretrain_gpt.main()
+
+    for _ in range(20):
+        children = start_ranks(2, body, outputs)
+        time.sleep(waits.uniform(1.5, 4.0))
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        ranks = wait_ranks(children, outputs)
+        assert {rank.status for rank in ranks} == {-signal.SIGKILL}, ranks[0].output[-3000:]
+        tracker = save / "latest_checkpointed_iteration.txt"
+        reached.append(int(tracker.read_text()) if tracker.exists() else 0)
+    assert reached == sorted(reached)
+    assert reached[-1] > 10
+    (rank,) = run(1, words(corpus, MOE, f"--load {save} --exit-interval 1 --eval-iters 0 --train-iters 100000"))
+    assert f"iteration {reached[-1] + 1:8d}/" in rank.output
