@@ -39,8 +39,8 @@ def initialize_model_parallel(
 ) -> None:
     """Create all process groups; every rank of the default group must call this with equal arguments.
 
-    Sizes that do not fit are refused before the first group is made. Each group, whatever its role, has the given
-    timeout and its own communicator, so that roles with the same ranks can communicate at the same time.
+    Sizes that do not fit are refused before the first group is made. Each group of several ranks, whatever its role,
+    has its own communicator, so that roles with the same ranks can communicate at the same time; all have the timeout.
     """
     global _STATE
     if not dist.is_initialized():
@@ -66,10 +66,16 @@ def initialize_model_parallel(
     )
     state = _ParallelState(sizes=sizes)
     timeout = timedelta(minutes=distributed_timeout_minutes)
+    # Roles in which this rank is alone share one group: nothing is ever sent in it, and made one by one they would be
+    # 8 * world_size collective calls.
+    alone = [dist.get_rank()]
+    alone_group = dist.new_group(alone, timeout=timeout, use_local_synchronization=True, group_desc="alone")
     for role, rank_lists in plan_groups(sizes).items():
         for ranks in rank_lists:
-            group = dist.new_group(ranks, timeout=timeout, group_desc=role)
-            if dist.get_rank() in ranks:
+            group = alone_group
+            if len(ranks) > 1:
+                group = dist.new_group(ranks, timeout=timeout, group_desc=role)
+            if alone[0] in ranks:
                 setattr(state.groups, role, group)
                 state.ranks[role] = ranks
     _STATE = state
@@ -80,8 +86,8 @@ def destroy_model_parallel() -> None:
     global _STATE
     state, _STATE = _STATE, _ParallelState()
     if dist.is_initialized():
-        for role in state.ranks:
-            dist.destroy_process_group(getattr(state.groups, role))
+        for group in dict.fromkeys(getattr(state.groups, role) for role in state.ranks):
+            dist.destroy_process_group(group)
 
 
 def reset() -> None:

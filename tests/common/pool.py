@@ -90,7 +90,6 @@ class WorkerPool:
                 qualname=function.__qualname__,
                 args=args,
                 world_size=world_size,
-                store_port=self._store.port,
                 store_prefix=f"job{self._job_count}",
                 group_timeout=timedelta(seconds=group_timeout_s or max(deadline_s - 10.0, 1.0)),
             )
@@ -127,7 +126,9 @@ class WorkerPool:
         for rank in range(first_new, count):
             parent_end, child_end = context.Pipe()
             report_path = self._folder / f"rank{rank}_job{self._job_count}.txt"
-            process = context.Process(target=worker_main, args=(rank, child_end, str(report_path)), daemon=True)
+            process = context.Process(
+                target=worker_main, args=(rank, child_end, str(report_path), self._store.port), daemon=True
+            )
             process.start()
             child_end.close()
             self._workers.append(_Worker(process, parent_end, report_path))

@@ -1,6 +1,7 @@
 """The worker's side of `pool`: receive a job, be a rank, send the outcome, forget everything."""
 
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -35,7 +36,6 @@ class Job:
     qualname: str
     args: tuple[Any, ...]
     world_size: int
-    store_port: int
     store_prefix: str
     group_timeout: timedelta
 
@@ -54,7 +54,7 @@ class Outcome:
         return cls(None, error_type, text)
 
 
-def worker_main(rank: int, pipe: Connection, report_path: str) -> None:
+def worker_main(rank: int, pipe: Connection, report_path: str, store_port: int) -> None:
     """Serve jobs as rank `rank` until the parent closes its end of the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then closes the pipe
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -62,6 +62,8 @@ def worker_main(rank: int, pipe: Connection, report_path: str) -> None:
     with open(report_path, "a") as report:
         faulthandler.register(signal.SIGUSR1, file=report, all_threads=True)
         _warm_up()
+        # One connection for all jobs: the server keeps every connection open that was ever made.
+        store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
         pipe.send_bytes(b"ready")
         while True:
             try:
@@ -70,7 +72,8 @@ def worker_main(rank: int, pipe: Connection, report_path: str) -> None:
                 return
             report.seek(0)
             report.truncate()
-            pipe.send_bytes(_run(rank, payload, report))
+            pipe.send_bytes(_run(rank, payload, store, report))
+            reset_process()  # the parent can go on meanwhile
 
 
 class GroupSetupError(RuntimeError):
@@ -86,21 +89,20 @@ def _warm_up() -> None:
         (x * x).backward()
         dist.all_reduce(x.detach())
     reset_process()
+    gc.freeze()  # what is loaded now stays; collections between jobs need not look at it
 
 
-def _run(rank: int, payload: bytes, report: Any) -> bytes:
+def _run(rank: int, payload: bytes, store: dist.Store, report: Any) -> bytes:
     """Run one job and return its pickled outcome, whatever happens."""
     log = CollectiveLog(keep_last=LAST_COLLECTIVES, sink=report)
     try:
         job: Job = pickle.loads(payload)
         function = _load(job)
         torch.manual_seed(0)
-        store = dist.PrefixStore(
-            job.store_prefix, dist.TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=job.group_timeout)
-        )
+        job_store = dist.PrefixStore(job.store_prefix, store)
         try:
             dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=job.world_size, timeout=job.group_timeout
+                "gloo", store=job_store, rank=rank, world_size=job.world_size, timeout=job.group_timeout
             )
         except Exception as error:
             raise GroupSetupError(f"rank {rank} of {job.world_size}: the default group was not made") from error
@@ -109,8 +111,6 @@ def _run(rank: int, payload: bytes, report: Any) -> bytes:
     except BaseException as error:  # noqa: BLE001  a worker reports every failure, SystemExit included
         text = traceback.format_exc() + "last collectives:\n" + log.text()
         outcome = pickle.dumps(Outcome.failed(type(error).__name__, text))
-    finally:
-        reset_process()
     return outcome
 
 
@@ -141,6 +141,8 @@ def reset_process() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.") and callable(getattr(module, "reset", None)):
             module.reset()
+    # A gloo group owns threads until its last reference goes; models hold groups in reference cycles.
+    gc.collect()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)

@@ -60,6 +60,15 @@ def process_id():
     return os.getpid()
 
 
+def number_of_threads_before_building():
+    count = len(os.listdir("/proc/self/task"))
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    model = torch.nn.Linear(2, 2)
+    model.itself = model  # a cycle, as modules have them
+    model.group = parallel_state.get_expert_model_parallel_group()
+    return count
+
+
 def end_process():
     os._exit(7)
 
@@ -135,3 +144,8 @@ def test_failed_group_setup_does_not_spoil_the_next_job(pool):
     with pytest.raises(RankErrors, match="the default group was not made"):
         pool.run(process_id, world_size=2, group_timeout_s=2.0)
     assert pool.run(rank_and_argument, "x", world_size=2) == [(0, 2, "x"), (1, 2, "x")]
+
+
+def test_groups_of_a_job_are_gone_when_the_next_one_starts(pool):
+    first = pool.run(number_of_threads_before_building)
+    assert [pool.run(number_of_threads_before_building) for _ in range(3)] == [first] * 3
