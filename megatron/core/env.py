@@ -42,6 +42,16 @@ def master_addr() -> str | None:
     return _text("MASTER_ADDR")
 
 
+def master_port() -> int | None:
+    """MASTER_PORT: port of the rendezvous; None without a launcher."""
+    return _integer("MASTER_PORT", None)
+
+
+def restart_count() -> int:
+    """TORCHELASTIC_RESTART_COUNT: how often torchrun has started its workers again."""
+    return _integer("TORCHELASTIC_RESTART_COUNT", 0) or 0
+
+
 def nccl_algo() -> str | None:
     """NCCL_ALGO: collective algorithms; deterministic mode allows some of them."""
     return _text("NCCL_ALGO")

@@ -23,7 +23,17 @@ class DataError(ValueError):
     """A dataset, index or tokenizer file is missing, truncated, foreign or empty."""
 
 
-USER_ERRORS: tuple[type[Exception], ...] = (ConfigError, MissingDependencyError, CheckpointError, DataError)
+class RankFailure(RuntimeError):
+    """Another rank died, hangs or left with an error of its own; the message names it."""
+
+
+USER_ERRORS: tuple[type[Exception], ...] = (
+    ConfigError,
+    MissingDependencyError,
+    CheckpointError,
+    DataError,
+    RankFailure,
+)
 
 
 def exit_code(error: BaseException) -> int:

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.utils.collectives import all_gather_object, world_group
+from megatron.core.utils.collectives import barrier as barrier_of
+
 MAX_LEVEL = 2
 OPTIONS = ("max", "minmax", "all")
 
@@ -18,11 +21,6 @@ OPTIONS = ("max", "minmax", "all")
 def _wait_for_device() -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-def _barrier(group: dist.ProcessGroup | None) -> None:
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
-        dist.barrier(group=group)
 
 
 class Timer:
@@ -43,7 +41,7 @@ class Timer:
         """Begin to measure. Starting a running timer is an error."""
         assert not self.is_running, f"timer {self.name!r} is started twice without a stop"
         if barrier:
-            _barrier(self._barrier_group)
+            barrier_of(self._barrier_group or world_group())
         _wait_for_device()
         self._start_time = time.perf_counter()
         self.is_running = True
@@ -52,7 +50,7 @@ class Timer:
         """End the measurement and add it up."""
         assert self.is_running, f"timer {self.name!r} is stopped without a start"
         if barrier:
-            _barrier(self._barrier_group)
+            barrier_of(self._barrier_group or world_group())
         _wait_for_device()
         seconds = time.perf_counter() - self._start_time
         self._elapsed += seconds
@@ -159,7 +157,7 @@ class Timers:
         """Add the slowest rank's seconds per name to a TensorBoard-like writer; collective as `log_string`."""
         assert normalizer > 0, f"normalizer={normalizer}: must be above 0"
         if barrier:
-            _barrier(None)
+            barrier_of(world_group())
         for name, seconds in self._gather(list(names), normalizer, reset):
             if writer is not None and any(seconds):
                 writer.add_scalar(f"{name}-time", max(seconds), iteration)
@@ -167,10 +165,9 @@ class Timers:
     def _gather(self, names: Sequence[str], normalizer: float, reset: bool) -> list[tuple[str, list[float]]]:
         """Per name, the seconds of every rank divided by `normalizer`; 0 where a rank has no such timer."""
         local = [self._timers[n].elapsed(reset=reset) / normalizer if n in self._timers else 0.0 for n in names]
-        if not names or not dist.is_initialized() or dist.get_world_size() == 1:
-            return [(name, [seconds]) for name, seconds in zip(names, local, strict=True)]
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, local)
+        if not names:
+            return []
+        by_rank = all_gather_object(local, world_group())
         return [(name, [times[i] for times in by_rank]) for i, name in enumerate(names)]
 
     def _describe(self, rows: list[tuple[str, list[float]]]) -> list[tuple[str, str]]:

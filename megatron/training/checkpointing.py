@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import PendingSave, Strictness
 from megatron.core.errors import CheckpointError
+from megatron.core.utils.collectives import MIN, all_reduce, broadcast_object, world_group
 from megatron.core.utils.logging import get_logger, get_rank, get_world_size, log_single_rank
 from megatron.training import checkpoint_paths as paths
 from megatron.training import checkpoint_state as state
@@ -35,8 +35,7 @@ def on_first_rank(action: Callable[[], Any]) -> Any:
             answer[0] = action()
         except (CheckpointError, OSError) as err:
             answer[1] = str(err)
-    if get_world_size() > 1:
-        dist.broadcast_object_list(answer, src=0)
+    answer = broadcast_object(answer, world_group())
     if answer[1] is not None:
         raise CheckpointError(answer[1])
     return answer[0]
@@ -76,8 +75,7 @@ class CheckpointWriter:
         if self._pending is None:
             return
         written = torch.tensor([int(self._pending[0].is_written())])
-        if get_world_size() > 1:
-            dist.all_reduce(written, op=dist.ReduceOp.MIN)
+        all_reduce(written, world_group(), op=MIN)
         if written.item():
             self.finish()
 

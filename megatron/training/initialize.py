@@ -20,6 +20,7 @@ from megatron.core.rank_generator import DEFAULT_ORDER
 from megatron.core.tensor_parallel import random
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import build_tokenizer
+from megatron.core.utils.collectives import last_collective
 from megatron.core.utils.device import resolve_device
 from megatron.core.utils.logging import get_logger, get_rank, log_single_rank, setup_logging
 from megatron.training import global_vars
@@ -140,5 +141,6 @@ def shut_down() -> None:
         dist.destroy_process_group()
     parallel_state.reset()
     num_microbatches_calculator.reset()
+    last_collective.reset()
     random.reset()
     global_vars.reset()

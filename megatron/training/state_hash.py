@@ -10,14 +10,12 @@ Cost: every tensor is copied to the host, and one object gather over all ranks p
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.core.module_api.global_names import named_global_buffers
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.utils.logging import get_world_size
+from megatron.core.utils.collectives import all_gather_object, world_group
 
 DIGEST_BYTES = 8
 
@@ -56,8 +54,4 @@ def combine(digests_by_rank: Sequence[Mapping[str, str]]) -> str:
 def state_hash(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> str:
     """Sixteen hex digits that stand for the training state of all ranks; every rank must call it."""
     local = {name: tensor_digest(tensor) for name, tensor in named_state(model, optimizer)}
-    by_rank: list[Any] = [local]
-    if get_world_size() > 1:
-        by_rank = [None] * get_world_size()
-        dist.all_gather_object(by_rank, local)
-    return combine(by_rank)
+    return combine(all_gather_object(local, world_group()))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils.groups import group_size
+from megatron.core.utils.collectives import all_reduce
 from megatron.training.train_state import StepResult, TrainingRun
 
 
@@ -34,8 +34,7 @@ def mean_losses(totals: Mapping[str, torch.Tensor], group: dist.ProcessGroup | N
     if not totals:
         return {}
     pairs = torch.stack(list(totals.values()))  # [keys, 2]
-    if group_size(group) > 1:
-        dist.all_reduce(pairs, group=group)
+    all_reduce(pairs, group)
     return {key: total / count if count else 0.0 for key, (total, count) in zip(totals, pairs.tolist(), strict=True)}
 
 

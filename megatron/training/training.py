@@ -28,6 +28,7 @@ from megatron.training.checkpointing import CheckpointWriter, load_checkpoint
 from megatron.training.data_loaders import build_train_valid_test_data_iterators
 from megatron.training.evaluation import evaluate_and_print
 from megatron.training.flops import num_floating_point_operations
+from megatron.training.heartbeat import Heartbeat, open_store
 from megatron.training.initialize import initialize_megatron, shut_down
 from megatron.training.memory_estimate import report_memory_estimate
 from megatron.training.model_setup import build_model, build_optimizer, connect_schedule
@@ -63,17 +64,19 @@ def pretrain(
     start_time = time.monotonic()
     args = parse_args(argv, extra_args_provider)
     device = initialize_megatron(args)
+    heartbeat = Heartbeat(open_store(), collective_timeout_s=60.0 * args.distributed_timeout_minutes)
     try:
-        run = build_run(args, device, model_provider, forward_step_func)
-        restore_generators = load_checkpoint(run)
-        build_data(run, train_valid_test_dataset_provider)
-        restore_generators()
-        run.callbacks = CallbackList([*standard_callbacks(args, start_time), *callbacks])
-        if not args.skip_train:
-            train(run)
-        if run.exit_reason is None:
-            evaluate_at_end(run)
-        log_single_rank(logger, logging.INFO, f"counters: {dict(run.counters)}")
+        with heartbeat.watch():
+            run = build_run(args, device, model_provider, forward_step_func)
+            restore_generators = load_checkpoint(run)
+            build_data(run, train_valid_test_dataset_provider)
+            restore_generators()
+            run.callbacks = CallbackList([*standard_callbacks(args, start_time, heartbeat), *callbacks])
+            if not args.skip_train:
+                train(run)
+            if run.exit_reason is None:
+                evaluate_at_end(run)
+            log_single_rank(logger, logging.INFO, f"counters: {dict(run.counters)}")
     finally:
         close_writers()
     shut_down()
@@ -112,9 +115,9 @@ def build_data(run: TrainingRun, dataset_provider: Callable[..., Any]) -> None:
     )
 
 
-def standard_callbacks(args: argparse.Namespace, start_time: float) -> list[Callback]:
+def standard_callbacks(args: argparse.Namespace, start_time: float, heartbeat: Heartbeat) -> list[Callback]:
     """What a run does beside its steps, in the order in which it happens after each of them."""
-    callbacks: list[Callback] = [TrainingLog()]
+    callbacks: list[Callback] = [heartbeat, TrainingLog()]
     if is_terminal():
         callbacks.append(ProgressBar())
     if args.eval_interval and args.eval_iters:
@@ -125,6 +128,7 @@ def standard_callbacks(args: argparse.Namespace, start_time: float) -> list[Call
             duration_minutes=args.exit_duration_in_mins,
             interval=args.exit_interval,
             start_time=start_time,
+            report=heartbeat.report,
         )
     )
     if args.save is not None:

@@ -24,6 +24,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.splits import Blend, Split, blend_sizes, normalize, split_indices, with_surplus
 from megatron.core.errors import DataError
+from megatron.core.utils.collectives import all_gather_object, world_group
 from megatron.core.utils.logging import get_logger, log_single_rank
 
 logger = get_logger(__name__)
@@ -163,8 +164,7 @@ def _wave_of_rank() -> int:
 
 def _share_error(error: Exception | None) -> None:
     """Wait for all ranks; raise if one of them failed."""
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if error is None else str(error))
+    messages = all_gather_object(None if error is None else str(error), world_group())
     if error is not None:
         raise error
     for rank, message in enumerate(messages):

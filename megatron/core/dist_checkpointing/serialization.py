@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.strategies.planners import ShardedLoadPlan
 from megatron.core.dist_checkpointing.strategies.safe_metadata import METADATA_FILE, SafeFileSystemReader
 from megatron.core.dist_checkpointing.validation import Strictness, check_fit
 from megatron.core.errors import CheckpointError
+from megatron.core.utils.collectives import all_gather_object, gather_object, scatter_object, world_group
 
 COMPLETE_FILE = "metadata.json"
 COMMON_FILE = "common.json"
@@ -62,32 +63,7 @@ def _group_rank_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """The values of all ranks, on every rank."""
-    _, size = _group_rank_size(group)
-    if size == 1:
-        return [value]
-    values: list[Any] = [None] * size
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def _gather_to_first(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The values of all ranks on the first rank of the group, an empty list elsewhere."""
-    rank, size = _group_rank_size(group)
-    if size == 1:
-        return [value]
-    values: list[Any] = [None] * size if rank == 0 else []
-    dist.gather_object(value, values if rank == 0 else None, group=group, group_dst=0)
-    return values
-
-
-def _scatter_from_first(values: list[Any], group: dist.ProcessGroup | None) -> Any:
-    """The value that the first rank of the group has for this rank."""
-    _, size = _group_rank_size(group)
-    if size == 1:
-        return values[0]
-    out: list[Any] = [None]
-    dist.scatter_object_list(out, values or None, group=group, group_src=0)
-    return out[0]
+    return all_gather_object(value, group or world_group())
 
 
 def _raise_first(errors: Sequence[str | None], folder: Path) -> None:
@@ -143,7 +119,7 @@ class PendingSave:
         _raise_first(_gather(self.error, self.group), self.folder)
 
     def _share_plans(self, local_plan: SavePlan) -> SavePlan:
-        plans = _gather_to_first(local_plan, self.group)
+        plans = gather_object(local_plan, self.group or world_group())
         error = None
         if self.rank == 0:
             try:
@@ -152,7 +128,7 @@ class PendingSave:
             except ValueError as err:
                 error = str(err)
         _raise_first(_gather(error, self.group), self.folder)
-        return self.planner.finish_plan(_scatter_from_first(plans, self.group))
+        return self.planner.finish_plan(scatter_object(plans, self.group or world_group()))
 
     def _keep_only(self, plan: SavePlan, stage: bool) -> None:
         boxes = {item.index: self.planner.boxes[item.index] for item in plan.items}
@@ -179,7 +155,7 @@ class PendingSave:
         if self._thread is not None:
             self._thread.join()
         _raise_first(_gather(self.error, self.group), self.folder)
-        results = _gather_to_first(self.results, self.group)
+        results = gather_object(self.results, self.group or world_group())
         if self.rank == 0:
             try:
                 self.writer.finish(self.metadata, results)

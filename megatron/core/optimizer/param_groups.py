@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils.groups import group_size
+from megatron.core.utils.collectives import all_gather_object
 
 GroupKey = tuple[float, bool, bool]
 
@@ -49,11 +49,8 @@ def build_param_groups(
 
 
 def _keys_of_all_ranks(keys: set[GroupKey], world: dist.ProcessGroup | None) -> list[GroupKey]:
-    if group_size(world) > 1:
-        gathered: list[Any] = [None] * group_size(world)
-        dist.all_gather_object(gathered, sorted(keys), group=world)
-        keys = {key for rank_keys in gathered for key in rank_keys}
-    return sorted(keys, reverse=True)
+    gathered = all_gather_object(sorted(keys), world)
+    return sorted({key for rank_keys in gathered for key in rank_keys}, reverse=True)
 
 
 def _group(key: GroupKey, members: list[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> dict[str, Any]:

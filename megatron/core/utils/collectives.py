@@ -1,9 +1,12 @@
-"""Collectives over a group that may be absent, under one name each.
+"""Collectives over a group that may be absent, under one name each, and a note of the last one that began.
 
 None is a group of one rank and communicates nothing. torch renames collectives between releases (the reduce-scatter and
 all-gather of one tensor were called `reduce_scatter_tensor` and `all_gather_into_tensor` before they became
-`..._single`); the choice is made here, once.
+`..._single`); the choice is made here, once. Every collective of this tree goes through this file, so that a run that
+hangs can say where each rank stands (`last_collective`, read by training/heartbeat.py).
 """
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +16,44 @@ from megatron.core.utils.groups import group_size
 SUM = dist.ReduceOp.SUM
 AVG = dist.ReduceOp.AVG
 MAX = dist.ReduceOp.MAX
+MIN = dist.ReduceOp.MIN
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class LastCollective:
+    """The collective that began last in this process, and how many began before it."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.operation = "none"
+        self.count = 0
+        self._group: dist.ProcessGroup | None = None
+
+    def note(self, operation: str, group: dist.ProcessGroup | None) -> None:
+        """Called before each collective; costs three assignments."""
+        self.operation = operation
+        self.count += 1
+        self._group = group
+
+    @property
+    def group(self) -> str:
+        """What the group is for: tp, ep, dp, ..., or world."""
+        if self._group is None:
+            return "none"
+        return "world" if self._group is dist.group.WORLD else self._group.group_desc
+
+
+last_collective = LastCollective()
+
+
+def world_group() -> dist.ProcessGroup | None:
+    """The group of all ranks; None in a process that is alone."""
+    return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
 def all_reduce(
@@ -24,12 +62,14 @@ def all_reduce(
     """Reduce [...] in place over `group`; with `async_op` the returned handle must be waited for."""
     if group_size(group) == 1:
         return None
+    last_collective.note("all_reduce", group)
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None, group_src: int = 0) -> None:
     """Overwrite [...] in place by the tensor of the rank `group_src` of `group`."""
     if group_size(group) > 1:
+        last_collective.note("broadcast", group)
         dist.broadcast(tensor, group=group, group_src=group_src)
 
 
@@ -40,6 +80,7 @@ def reduce_scatter(
     if group_size(group) == 1:
         output.copy_(tensor)
         return
+    last_collective.note("reduce_scatter", group)
     _reduce_scatter(output, tensor, op=op, group=group)
 
 
@@ -48,4 +89,69 @@ def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGr
     if group_size(group) == 1:
         output.copy_(tensor)
         return
+    last_collective.note("all_gather", group)
     _all_gather(output, tensor, group=group)
+
+
+def all_to_all(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    recv_counts: list[int] | None = None,
+    send_counts: list[int] | None = None,
+) -> None:
+    """Send consecutive pieces of `tensor` [sum(send), ...] to the ranks in turn; `output` is [sum(recv), ...].
+
+    Without counts the pieces are of equal size.
+    """
+    if group_size(group) == 1:
+        output.copy_(tensor)
+        return
+    last_collective.note("all_to_all", group)
+    dist.all_to_all_single(output, tensor, recv_counts, send_counts, group=group)
+
+
+def barrier(group: dist.ProcessGroup | None) -> None:
+    """Wait until all ranks of `group` are here."""
+    if group_size(group) > 1:
+        last_collective.note("barrier", group)
+        dist.barrier(group=group)
+
+
+def all_gather_object(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The ranks' picklable values, in rank order, on every rank."""
+    values: list[Any] = [value] * group_size(group)
+    if len(values) > 1:
+        last_collective.note("all_gather_object", group)
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """The picklable value of the group's first rank, on every rank."""
+    values = [value]
+    if group_size(group) > 1:
+        last_collective.note("broadcast_object", group)
+        dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
+
+
+def gather_object(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The ranks' picklable values on the first rank of the group, an empty list elsewhere."""
+    if group_size(group) == 1:
+        return [value]
+    is_first = dist.get_rank(group) == 0
+    values: list[Any] = [None] * group_size(group) if is_first else []
+    last_collective.note("gather_object", group)
+    dist.gather_object(value, values if is_first else None, group=group, group_dst=0)
+    return values
+
+
+def scatter_object(values: list[Any], group: dist.ProcessGroup | None) -> Any:
+    """The value that the first rank of the group has for this rank; others pass an empty list."""
+    if group_size(group) == 1:
+        return values[0]
+    out: list[Any] = [None]
+    last_collective.note("scatter_object", group)
+    dist.scatter_object_list(out, values or None, group=group, group_src=0)
+    return out[0]

@@ -32,6 +32,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.exact_buffers import ExactBuffersModule
 from megatron.core.transformer.moe.moe_logging import LOSS_LABELS, LayerMetrics
 from megatron.core.transformer.moe.topk import RoutingRule, score_experts
+from megatron.core.utils.collectives import all_reduce
 from megatron.core.utils.groups import group_size
 from megatron.core.utils.upcast import upcast
 
@@ -89,7 +90,7 @@ def sum_over(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Ten
     if group_size(group) == 1:
         return values
     total = values.clone()
-    dist.all_reduce(total, group=group)
+    all_reduce(total, group)
     return total
 
 

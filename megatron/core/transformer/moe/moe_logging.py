@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.exact_buffers import ExactBuffersModule
+from megatron.core.utils.collectives import all_reduce
 from megatron.core.utils.groups import group_size
 
 if TYPE_CHECKING:
@@ -87,8 +88,7 @@ class MoEMetrics:
         groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
         table = self._local_table(groups)
         for group in (groups.pp, groups.tp_dp_cp):
-            if group_size(group) > 1:
-                dist.all_reduce(table, group=group)
+            all_reduce(table, group)
         return self._summarise(table.tolist(), num_microbatches, groups)
 
     def _local_table(self, groups: ProcessGroupCollection) -> torch.Tensor:

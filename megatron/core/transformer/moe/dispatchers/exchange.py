@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.utils.collectives import all_gather, reduce_scatter
+from megatron.core.utils.collectives import all_gather, all_to_all, reduce_scatter
 from megatron.core.utils.groups import group_size
 
 
@@ -32,7 +32,7 @@ def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup | None) -> to
     if group_size(group) == 1:
         return counts
     received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts.contiguous(), group=group)
+    all_to_all(received, counts.contiguous(), group)
     return received
 
 
@@ -48,7 +48,7 @@ def reduce_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
 
 def _exchange(rows: torch.Tensor, send: list[int], recv: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     received = rows.new_empty(sum(recv), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), recv, send, group=group)
+    all_to_all(received, rows.contiguous(), group, recv, send)
     return received
 
 

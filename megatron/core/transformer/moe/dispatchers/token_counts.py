@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.errors import ConfigError
 from megatron.core.transformer.moe.dispatchers.exchange import exchange_counts
 from megatron.core.transformer.moe.dispatchers.host_counts import HostCounts
+from megatron.core.utils.collectives import all_reduce
 from megatron.core.utils.groups import group_rank, group_size
 
 
@@ -84,7 +85,7 @@ def require_equal_tokens(num_tokens: int, group: dist.ProcessGroup | None, devic
         return
     counts = torch.zeros(group_size(group), dtype=torch.int64, device=device)
     counts[group_rank(group)] = num_tokens
-    dist.all_reduce(counts, group=group)
+    all_reduce(counts, group)
     values = counts.tolist()
     if len(set(values)) > 1:
         raise ConfigError(
