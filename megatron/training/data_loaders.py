@@ -78,7 +78,10 @@ def blends_from_args(args: argparse.Namespace) -> tuple[Blend | None, list[Blend
     if args.data_path is not None:
         return get_blend_from_list(args.data_path), None
     if args.data_args_path is not None:
-        return get_blend_from_list(_read_text("data_args_path", args.data_args_path).split()), None
+        blend = get_blend_from_list(_read_text("data_args_path", args.data_args_path).split())
+        if blend is None:
+            raise DataError(f"data_args_path={args.data_args_path!r}: the file is empty; write the words of --data-path.")
+        return blend, None
     if any(words is not None for words in per_split):
         return None, [get_blend_from_list(words) for words in per_split]
     if args.per_split_data_args_path is not None:
@@ -92,6 +95,8 @@ def _read_text(option: str, path: str) -> str:
             return stream.read()
     except OSError as error:
         raise DataError(f"{option}={path!r}: the file cannot be read ({error.strerror}); correct the path.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{option}={path!r}: this is no text ({error}); correct the path.") from error
 
 
 def _read_blends(path: str) -> list[Blend | None]:
@@ -101,7 +106,8 @@ def _read_blends(path: str) -> list[Blend | None]:
     except json.JSONDecodeError as error:
         raise DataError(f"per_split_data_args_path={path!r}: this is no JSON ({error}); correct the file.") from error
     names = [split.name for split in Split]
-    if not isinstance(blends, dict) or not set(blends) <= set(names):
+    well_formed = isinstance(blends, dict) and all(isinstance(words, list | None) for words in blends.values())
+    if not well_formed or not set(blends) <= set(names):
         raise DataError(
             f"per_split_data_args_path={path!r}: an object with the keys {', '.join(names)} is expected, each "
             "with a list of words; correct the file."
@@ -205,6 +211,10 @@ def build_train_valid_test_data_iterators(
     consumed = [consumed_train_samples, consumed_valid_samples, 0]
     iterators: list[Any] = []
     for split, dataset, start in zip(Split, provider(num_samples), consumed, strict=True):
+        if dataset is None and split is Split.train and not args.skip_train:
+            raise DataError(
+                f"split={args.split!r}: no data for training; give the train split a share, or set --train-data-path."
+            )
         several = dataset if isinstance(dataset, list) else [dataset]
         loaders = [build_pretraining_data_loader(one, start, args, dp_rank, dp_size, split) for one in several]
         drawn = [_iterate(loader, args, split) for loader in loaders]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import resource
 import statistics
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -180,7 +180,11 @@ def measure_loader(repeats: int, step_ms: float, num_batches: int = 200) -> dict
         for _ in range(repeats):
             for label in raw:
                 args = argparse.Namespace(
-                    dataloader_type="single", num_workers=int(label[0]), device="cpu", micro_batch_size=per_step
+                    dataloader_type="single",
+                    num_workers=int(label[0]),
+                    device="cpu",
+                    micro_batch_size=per_step,
+                    seed=1234,
                 )
                 batches = iter(build_pretraining_data_loader(dataset, 0, args, 0, 1) or ())
                 next(batches)
@@ -201,15 +205,15 @@ def measure_loader(repeats: int, step_ms: float, num_batches: int = 200) -> dict
 
 def report(results: dict[str, Any]) -> str:
     """Return the table that is printed."""
-    lines = [f"{'what':<42}{'figure':>12}{'bound':>10}"]
+    lines = [f"{'what':<52}{'figure':>12}{'bound':>10}"]
     for name, value in results["index"]["seconds"].items():
-        lines.append(f"{'index, 1 M documents / 1 G tokens, ' + name:<42}{value:>10.2f} s{'<= 5 s':>10}")
+        lines.append(f"{'index, 1 M documents / 1 G tokens, ' + name:<52}{value:>10.2f} s{'<= 5 s':>10}")
     for kind, row in results["preprocess"]["tokenizers"].items():
         for label, value in row["ratio"].items():
             bound = ">= 0.8 x" if label == "1 worker" else ""
-            lines.append(f"{f'preprocess, {kind}, {label}':<42}{value:>10.2f} x{bound:>10}")
+            lines.append(f"{f'preprocess, {kind}, {label}':<52}{value:>10.2f} x{bound:>10}")
     for label, value in results["loader"]["ratio"].items():
-        lines.append(f"{f'loader, {label}':<42}{value:>10.0f} x{'>= 20 x':>10}")
+        lines.append(f"{f'loader, {label}':<52}{value:>10.0f} x{'>= 20 x':>10}")
     return "\n".join(lines)
 
 
@@ -221,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--train-log", help="log of a quickstart; its median step time is the demand")
     parser.add_argument("--step-ms", type=float, default=200.0, help="the quickstart's step without a log")
     args = parser.parse_args(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
     step_ms = step_ms_of_log(args.train_log) if args.train_log else args.step_ms
     results = {
         "index": measure_index(args.repeats),

@@ -55,7 +55,10 @@ class IndexCache:
         return os.path.join(self.folder, f"{description_hash(self.description)}-{self.stem}-{suffix}")
 
     def load(self) -> Arrays | None:
-        """Return the arrays as memory maps, or None if the entry is incomplete, foreign or damaged."""
+        """Return the arrays as memory maps, or None if the entry is incomplete, foreign or damaged.
+
+        Raises: DataError if files that are there cannot be read.
+        """
         try:
             with open(self.path("description.txt"), encoding="utf-8") as stream:
                 if stream.read() != self.description:
@@ -64,6 +67,11 @@ class IndexCache:
         except (FileNotFoundError, ValueError, EOFError):
             # np.load reports a file that is too short for its header or its shape with the latter two.
             return None
+        except OSError as error:
+            raise DataError(
+                f"data_cache_path={self.folder!r}: the index cache cannot be read ({error.strerror}); give a readable "
+                "folder with --data-cache-path."
+            ) from error
 
     def store(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Write the arrays, then the description.

@@ -46,7 +46,9 @@ def parse_split(split: str) -> list[float]:
 
 
 def _is_readable(split: str) -> bool:
-    """Say whether every run of digits and dots is a number and none is negative."""
+    """Say whether there are only numbers, none of them negative, and what separates them."""
+    if re.search(r"[^-\s.,/0-9]", split):
+        return False
     return all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in re.findall(r"[.0-9]+", split)) and "-" not in split
 
 

@@ -1,6 +1,7 @@
 """From flags to batches."""
 
 import argparse
+import gc
 import json
 
 import pytest
@@ -66,6 +67,7 @@ def tokenizer():
     global_vars.set_tokenizer(ToyTokenizer())
     yield
     global_vars.reset()
+    gc.collect()  # a loader that dies in a process forked later would keep that process waiting for its workers
 
 
 @pytest.fixture
@@ -244,9 +246,13 @@ def test_evaluation_uses_its_own_micro_batch(prefix):
         assert len(batch["tokens"]) == expected
 
 
-def test_bad_token_in_a_worker_keeps_its_message(tmp_path, one_rank):
+def test_bad_token_in_a_worker_keeps_its_message(tmp_path, one_rank, monkeypatch):
+    # How long torch waits for a worker that failed before it ends it.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
     prefix = write_tokens(tmp_path / "bad", [[120] * 20] * 40)
     args = arguments(data_path=[prefix], num_workers=1)
     train = build_train_valid_test_data_iterators(provider(args), args=args)[0]
     with pytest.raises(DataError, match="holds token id 120, the tokenizer has 100 ids"):
         next(train)
+    del train
+    gc.collect()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.datasets.blended_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.splits import Split
 from megatron.core.errors import ConfigError, DataError
 from tests.common.token_files import gpt_config, write_tokens
@@ -168,20 +169,24 @@ def test_extra_first_field_leaves_the_others_alone(prefixes):
 
 
 def build_on_rank(prefix, cache_folders, local_ranks):
-    """Build on one rank of a small world; returns the order and whether it was read from a file."""
+    """Build on one rank of a small world; returns the order and how often this rank wrote an index."""
     config = gpt_config(blend=([prefix], None), path_to_cache=cache_folders[dist.get_rank()])
+    written = []
+    store = IndexCache.store
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", str(local_ranks[dist.get_rank()]))
+        patch.setattr(IndexCache, "store", lambda cache, arrays: (written.append(cache.folder), store(cache, arrays)))
         train = BlendedMegatronDatasetBuilder(GPTDataset, [30, 0, 0], lambda: True, config).build()[0]
-    return train.shuffle_index.tolist(), isinstance(train.shuffle_index, np.memmap)
+    return train.shuffle_index.tolist(), len(written)
 
 
 @pytest.mark.parametrize("local_ranks", [(0, 0), (0, 1)], ids=["two nodes", "one node"])
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own folders", "shared folder"])
-def test_ranks_share_a_cache_or_have_their_own(pool, prefixes, tmp_path, local_ranks, is_shared):
+def test_each_cache_folder_is_written_once(pool, prefixes, tmp_path, local_ranks, is_shared):
     folders = [str(tmp_path / ("cache" if is_shared else f"cache{rank}")) for rank in range(2)]
-    results = pool.run(build_on_rank, prefixes[0], folders, local_ranks, world_size=2)
-    assert results[0] == results[1]
+    (order0, written0), (order1, written1) = pool.run(build_on_rank, prefixes[0], folders, local_ranks, world_size=2)
+    assert order0 == order1
+    assert (written0, written1) == (1, 0 if is_shared else 1)
     for folder in set(folders):
         assert len(os.listdir(folder)) == 4
 
