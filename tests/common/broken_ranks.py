@@ -23,7 +23,7 @@ def start_broken_run(
     timeout_s: float = 60.0,
     agreement_s: float = 60.0,
 ) -> list[int]:
-    """Fork the ranks of a run that calls `at_step(rank, step)` before each forward pass; returns the process ids."""
+    """Fork the ranks of a run that calls `at_step(rank, step)` before the first forward pass of each; returns the process ids."""
     import pretrain_gpt
     from megatron.core.utils.logging import get_rank
     from megatron.training import heartbeat, initialize
@@ -36,7 +36,8 @@ def start_broken_run(
     def forward_step(data_iterator, model):
         num_calls[0] += 1
         per_step = get_args().global_batch_size // (get_args().micro_batch_size * world_size)
-        at_step(get_rank(), (num_calls[0] - 1) // per_step + 1)
+        if (num_calls[0] - 1) % per_step == 0:
+            at_step(get_rank(), (num_calls[0] - 1) // per_step + 1)
         return plain_step(data_iterator, model)
 
     def init_distributed(args, device):
