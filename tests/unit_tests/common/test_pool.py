@@ -139,6 +139,7 @@ def spoil_the_next_group_on_rank_one():
         dist.init_process_group = fail_once
 
 
+@pytest.mark.full
 def test_failed_group_setup_does_not_spoil_the_next_job(pool):
     pool.run(spoil_the_next_group_on_rank_one, world_size=2)
     with pytest.raises(RankErrors, match="the default group was not made"):
