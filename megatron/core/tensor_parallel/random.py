@@ -86,12 +86,12 @@ class RngStatesTracker:
         self._seeds = set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """Copies of all states, {name: uint8 [bytes]}, for checkpoints."""
-        return {name: state.clone() for name, state in self._states.items()}
+        """All states, {name: uint8 [bytes]}, for checkpoints; a later fork replaces tensors and never writes into them."""
+        return dict(self._states)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         """Replace all states, {name: uint8 [bytes]}; the seeds seen so far are kept."""
-        self._states = {name: state.clone() for name, state in states.items()}
+        self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
         """Add the state that `seed` gives; name and seed must be new, two regions with one seed draw alike."""

@@ -48,10 +48,10 @@ def test_step_schedule_divides_tokens_by_the_sequence_length():
 def test_rampup_follows_the_historic_law():
     calculator.init_num_microbatches_calculator(0, [4, 4, 24], 16, 2, 2)
     sizes = {}
-    for consumed in (0, 7, 8, 15, 16, 23, 24, 25):
+    for consumed in (0, 7, 8, 15, 16, 23, 24, 25, 400):
         calculator.update_num_microbatches(consumed)
         sizes[consumed] = calculator.get_current_global_batch_size()
-    assert sizes == {0: 4, 7: 4, 8: 8, 15: 8, 16: 12, 23: 12, 24: 16, 25: 16}
+    assert sizes == {0: 4, 7: 4, 8: 8, 15: 8, 16: 12, 23: 12, 24: 16, 25: 16, 400: 16}
 
 
 def test_rampup_border_is_exact_where_the_step_is_no_whole_number():
