@@ -86,7 +86,7 @@ class RngStatesTracker:
         self._seeds = set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """All states, {name: uint8 [bytes]}, for checkpoints; a later fork replaces tensors and never writes into them."""
+        """All states, {name: uint8 [bytes]}, for checkpoints; a later fork replaces tensors and writes in none."""
         return dict(self._states)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
