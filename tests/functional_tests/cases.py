@@ -3,11 +3,18 @@
 A case is a folder `test_cases/<model>/<case>/` with `model_config.yaml` in Megatron's format and golden values beside
 it. `${NAME}` in a value is replaced by a path of the run: DATA_PATH (the preprocessed corpus), DATA_CACHE_PATH,
 OUTPUT_PATH.
+
+TEST_TYPE says what is launched:
+    regular       once
+    ckpt-resume   once with a save at half of the iterations, then from that save to the end again (with MODEL_ARGS_2
+                  instead, if given); both halves must be equal
+Types that begin from a stored checkpoint are not there: none is shipped.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import string
 import subprocess
 import sys
@@ -20,7 +27,10 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 CASES = Path(__file__).parent / "test_cases"
 CORPUS = ROOT / "examples" / "data" / "kjv_genesis_ruth.txt"
-TEST_TYPES = ("regular",)
+TEST_TYPES = {"regular": 1, "ckpt-resume": 2}
+"""Test type -> number of launches."""
+CHECKPOINTS = "checkpoints"
+"""Where a case saves, below OUTPUT_PATH."""
 LAUNCH_TIMEOUT_SECONDS = 300
 
 
@@ -34,6 +44,18 @@ class Case:
     test_type: str = "regular"
     metrics: tuple[str, ...] = ("lm loss", "num-zeros")
     num_processes: int = 1
+    model_args_2: dict[str, Any] | None = None
+    """Arguments of the second run, if they differ."""
+
+    @property
+    def num_launches(self) -> int:
+        """How often the launcher is started."""
+        return TEST_TYPES[self.test_type]
+
+    @property
+    def half(self) -> int:
+        """The iteration after which a resumed run goes on."""
+        return int(self.model_args["--train-iters"]) // 2
 
     @property
     def name(self) -> str:
@@ -44,7 +66,7 @@ class Case:
 def load_case(folder: Path) -> Case:
     """Read a case; raises ValueError for keys and test types that this runner does not know."""
     stated = yaml.safe_load((folder / "model_config.yaml").read_text(encoding="utf-8"))
-    known = {"ENV_VARS", "MODEL_ARGS", "TEST_TYPE", "METRICS", "NUM_PROCESSES"}
+    known = {"ENV_VARS", "MODEL_ARGS", "TEST_TYPE", "METRICS", "NUM_PROCESSES", "MODEL_ARGS_2"}
     unknown = sorted(set(stated) - known)
     if unknown:
         raise ValueError(f"{folder}: unknown keys {unknown}; known are {sorted(known)}.")
@@ -55,6 +77,7 @@ def load_case(folder: Path) -> Case:
         test_type=stated.get("TEST_TYPE", "regular"),
         metrics=tuple(stated.get("METRICS", Case.metrics)),
         num_processes=stated.get("NUM_PROCESSES", 1),
+        model_args_2=stated.get("MODEL_ARGS_2"),
     )
     if case.test_type not in TEST_TYPES:
         raise ValueError(f"{folder}: TEST_TYPE {case.test_type!r}; known are {', '.join(TEST_TYPES)}.")
@@ -122,15 +145,25 @@ def torchrun_words(num_processes: int) -> list[str]:
     return [*launcher, "--nproc-per-node", str(num_processes)]
 
 
-def launch(case: Case, work: Path, extra: list[str] | None = None) -> str:
-    """Run a case through torchrun and return its log."""
+def launch(case: Case, work: Path, is_second: bool = False) -> str:
+    """Run a case through torchrun once and return its log."""
     work.mkdir(parents=True, exist_ok=True)
     paths = {
         "DATA_PATH": str(prepare_corpus(work.parent)),
         "DATA_CACHE_PATH": str(work / "cache"),
         "OUTPUT_PATH": str(work),
     }
-    words = [*command_words(case.model_args, paths), *(extra or [])]
+    words = command_words(case.model_args_2 if is_second and case.model_args_2 else case.model_args, paths)
     log = run_python([*torchrun_words(case.num_processes), "pretrain_gpt.py", *words], case.env_vars)
-    (work / "run.log").write_text(log, encoding="utf-8")
+    (work / ("resumed.log" if is_second else "run.log")).write_text(log, encoding="utf-8")
     return log
+
+
+def rewind(checkpoints: Path, iteration: int) -> None:
+    """Remove the checkpoints after `iteration` and point the tracker to it; raises RuntimeError if it is not there."""
+    if not (checkpoints / f"iter_{iteration:07d}").is_dir():
+        raise RuntimeError(f"{checkpoints}: nothing was saved at iteration {iteration}; correct --save-interval.")
+    for folder in checkpoints.glob("iter_*"):
+        if int(folder.name.removeprefix("iter_")) > iteration:
+            shutil.rmtree(folder)
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n", encoding="utf-8")

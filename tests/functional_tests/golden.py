@@ -1,8 +1,14 @@
 """Golden values: their files, and how a run is compared with them.
 
 A golden file holds Megatron's layout, {metric: {start_step, end_step, step_interval, values}}, and a fingerprint of
-where it was recorded. On the same fingerprint values are equal to five decimals; elsewhere the loss may differ by
-1e-4 relative in the first ten steps and by 2e-3 after them. nan fails always, on either side.
+where it was recorded. nan fails always, on either side.
+
+| metric                   | same fingerprint                  | elsewhere                                        |
+|--------------------------|-----------------------------------|--------------------------------------------------|
+| losses                   | equal to five decimals            | 1e-4 in the first ten steps, then 2e-3, relative |
+| num-zeros                | equal                             | 0.20 relative, a few steps may stray             |
+| mem-...-bytes            | 0.05 relative                     | 0.05 relative                                    |
+| iteration-time (seconds) | median of the middle steps within 0.05 of the golden's                              |
 """
 
 from __future__ import annotations
@@ -10,16 +16,18 @@ from __future__ import annotations
 import json
 import math
 import platform
+import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tools.run_metrics import Metrics, Series, parse_log
+from tools.run_metrics import Metrics, Series, parse_log, read_tensorboard
 
 DECIMALS = 5
 EARLY_STEPS, EARLY_RTOL, LATE_RTOL = 10, 1e-4, 2e-3
-COUNT_RTOL = 0.20
+COUNT_RTOL, MEMORY_RTOL, TIME_RTOL = 0.20, 0.05, 0.05
+SHORT_RUN = 25
 LOG_NAMES = {"num-zeros": "num zeros"}
 """Metric in a golden file -> piece of the log line, where they differ."""
 
@@ -50,9 +58,14 @@ def find_golden(folder: Path, environment: str = "cpu") -> Path:
     return others[-1]
 
 
-def collect(log: str, metrics: tuple[str, ...]) -> Metrics:
-    """Return the asked metrics of a log, rounded as golden files hold them; a missing metric has no steps."""
+def collect(log: str, metrics: tuple[str, ...], events: Path | None = None) -> Metrics:
+    """Return the asked metrics, rounded as golden files hold them; a missing metric has no steps.
+
+    They come from the log; what the log has not, from the TensorBoard folder `events` if there is one.
+    """
     found = parse_log(log)
+    if events is not None and events.is_dir():
+        found = read_tensorboard(events) | found
     return {
         name: {step: round(value, DECIMALS) for step, value in found.get(LOG_NAMES.get(name, name), {}).items()}
         for name in metrics
@@ -78,6 +91,9 @@ def compare(golden: Metrics, run: Metrics, is_same_fingerprint: bool) -> list[st
         if set(expected) != set(got):
             problems.append(f"{name}: {len(got)} steps, the golden has {len(expected)}")
             continue
+        if name == "iteration-time":
+            problems += _compare_times(expected, got)
+            continue
         bad = [step for step in sorted(expected) if not _fits(name, step, expected, got, is_same_fingerprint)]
         if len(bad) > _allowed_bad_steps(name, len(expected), is_same_fingerprint):
             step = bad[0]
@@ -89,11 +105,25 @@ def _fits(name: str, step: int, expected: Series, got: Series, is_same_fingerpri
     want, value = expected[step], got[step]
     if not (math.isfinite(want) and math.isfinite(value)):
         return False
+    if name.startswith("mem-"):
+        return abs(value - want) <= MEMORY_RTOL * want
     if is_same_fingerprint:
         return want == value
     if name == "num-zeros":
         return abs(value - want) <= COUNT_RTOL * abs(want)
     return abs(value - want) <= (EARLY_RTOL if step <= EARLY_STEPS else LATE_RTOL) * abs(want)
+
+
+def _compare_times(expected: Series, got: Series) -> list[str]:
+    """Compare the medians of steps 30 to 45, or 5 to 20 of a short run: warm-up and the last step do not count."""
+    first, last = (5, 20) if max(expected) <= SHORT_RUN else (30, 45)
+    want, value = (
+        statistics.median([seconds for step, seconds in series.items() if first <= step <= last] or [math.nan])
+        for series in (expected, got)
+    )
+    if abs(value - want) <= TIME_RTOL * want:
+        return []
+    return [f"iteration-time: the median of steps {first} to {last} is {value}, the golden's {want}"]
 
 
 def _allowed_bad_steps(name: str, num_steps: int, is_same_fingerprint: bool) -> int:

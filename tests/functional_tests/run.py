@@ -17,20 +17,33 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.functional_tests.cases import Case, find_cases, launch
+from tests.functional_tests.cases import CHECKPOINTS, Case, find_cases, launch, rewind
 from tests.functional_tests.golden import collect, compare, find_golden, fingerprint, golden_path, write_golden
-from tools.run_metrics import read_golden
+from tools.run_metrics import Metrics, read_golden
 
 
 def run_case(case: Case, work: Path, is_recording: bool = False) -> list[str]:
     """Launch a case and compare it, or record it; returns what does not fit."""
-    metrics = collect(launch(case, work), case.metrics)
+    metrics = collect(launch(case, work), case.metrics, work / "tensorboard")
+    problems = resume_case(case, work, metrics) if case.test_type == "ckpt-resume" else []
+    if problems:
+        return problems
     if is_recording:
         write_golden(golden_path(case.folder), metrics)
         return []
     path = find_golden(case.folder)
     is_same = json.loads(path.read_text(encoding="utf-8"))["fingerprint"] == fingerprint()
     return compare(read_golden(path), metrics, is_same)
+
+
+def resume_case(case: Case, work: Path, straight: Metrics) -> list[str]:
+    """Run the second half again from the save in the middle; it must equal the straight run in every digit."""
+    rewind(work / CHECKPOINTS, case.half)
+    resumed = collect(launch(case, work, is_second=True), case.metrics)
+    second_half = {
+        name: {step: value for step, value in series.items() if step > case.half} for name, series in straight.items()
+    }
+    return [f"resumed run: {problem}" for problem in compare(second_half, resumed, is_same_fingerprint=True)]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,8 +3,9 @@
 import math
 
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
-from tests.functional_tests.cases import command_words, find_cases
+from tests.functional_tests.cases import command_words, find_cases, rewind
 from tests.functional_tests.golden import collect, compare, write_golden
 
 GOLDEN = {"lm loss": dict.fromkeys(range(1, 13), 5.0), "num-zeros": dict.fromkeys(range(1, 13), 100.0)}
@@ -49,6 +50,45 @@ def test_comparison(run, is_same, passes):
 def test_curve_of_nans_fails_against_itself():
     nans = {"lm loss": {1: math.nan, 2: math.nan}}
     assert compare(nans, nans, is_same_fingerprint=True) == ["lm loss: 2 steps differ, first 1: nan for nan"]
+
+
+@pytest.mark.parametrize(
+    ("run", "passes"),
+    [
+        pytest.param({step: 1.04 for step in range(1, 51)}, True, id="within-a-twentieth"),
+        pytest.param({step: 1.06 for step in range(1, 51)}, False, id="slower"),
+        pytest.param({step: 1.0 if 30 <= step <= 45 else 9.0 for step in range(1, 51)}, True, id="warm-up-is-free"),
+        pytest.param({step: math.nan for step in range(1, 51)}, False, id="nan"),
+    ],
+)
+def test_times_are_compared_by_the_median_of_the_middle(run, passes):
+    golden = {"iteration-time": dict.fromkeys(range(1, 51), 1.0)}
+    assert (compare(golden, {"iteration-time": run}, is_same_fingerprint=True) == []) is passes
+
+
+@pytest.mark.parametrize(("value", "passes"), [(1040.0, True), (1060.0, False), (math.nan, False)])
+def test_memory_may_differ_by_a_twentieth_everywhere(value, passes):
+    golden = {"mem-allocated-bytes": {1: 1000.0}}
+    assert (compare(golden, {"mem-allocated-bytes": {1: value}}, is_same_fingerprint=True) == []) is passes
+
+
+def test_metrics_beside_the_log_come_from_tensorboard(tmp_path):
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_scalar("mem-allocated-bytes", 1000.0, 3)
+        writer.add_scalar("lm loss", 9.0, 3)
+    log = " [x] iteration        3/     100 | lm loss: 5.4987081E+00 |\n"
+    found = collect(log, ("lm loss", "mem-allocated-bytes"), tmp_path)
+    assert found == {"lm loss": {3: 5.49871}, "mem-allocated-bytes": {3: 1000.0}}
+
+
+def test_rewind_leaves_the_named_checkpoint_as_the_newest(tmp_path):
+    for iteration in (5, 10):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+    rewind(tmp_path, 5)
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000005"]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "5\n"
+    with pytest.raises(RuntimeError, match="nothing was saved at iteration 4"):
+        rewind(tmp_path, 4)
 
 
 def test_log_pieces_are_rounded_to_five_decimals():
