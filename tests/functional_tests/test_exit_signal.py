@@ -31,7 +31,8 @@ def start_torchrun(folder):
         )
     end = time.monotonic() + START_LIMIT_S
     while "iteration        5/" not in log.read_text():
-        assert time.monotonic() < end and process.poll() is None, log.read_text()[-3000:]
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < end, log.read_text()[-3000:]
         time.sleep(0.05)
     return process, log
 
