@@ -186,11 +186,26 @@ def _repeat(loader: Iterable[Batch]) -> DataIterator:
         yield from loader
 
 
+class WholeSet:
+    """Draws the batches of one validation set again and again; `num_batches` make a pass, on every rank alike."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.num_batches = len(loader)
+        self._batches = _repeat(loader)
+
+    def __iter__(self) -> WholeSet:
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+
 def _iterate(loader: Iterable[Batch] | None, args: argparse.Namespace, split: Split) -> DataIterator | None:
     if loader is None:
         return None
-    repeats = args.dataloader_type == "cyclic" or (split is Split.valid and args.full_validation)
-    return _repeat(loader) if repeats else iter(loader)
+    if isinstance(loader, DataLoader) and split is Split.valid and args.full_validation:
+        return WholeSet(loader)
+    return _repeat(loader) if args.dataloader_type == "cyclic" else iter(loader)
 
 
 def build_train_valid_test_data_iterators(

@@ -1,4 +1,4 @@
-"""Validation and test loss: the token-weighted mean over a number of batches.
+"""Validation and test loss: the token-weighted mean over a number of batches, or over a whole set.
 
 The sums of loss and tokens are added over all batches, microbatches and ranks before the one division, so the value
 does not depend on accumulation, on the number of ranks or on how a mask is spread over batches.
@@ -13,6 +13,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils.groups import group_size
 from megatron.core.utils.logging import emit
+from megatron.training.data_loaders import WholeSet
 from megatron.training.train_state import TrainingRun
 from megatron.training.train_step import mean_losses, sum_losses
 from megatron.training.writers import write_scalars
@@ -23,9 +24,15 @@ LOG_RANK = -1
 
 
 def evaluate(run: TrainingRun, data_iterator: Iterator[Any] | None, eval_iters: int) -> dict[str, float]:
-    """Mean loss per key over `eval_iters` batches of the evaluation batch size; the model is left in training mode."""
+    """Mean loss per key over `eval_iters` batches of the evaluation batch size; the model is left in training mode.
+
+    A whole set (--full-validation) is passed through once, sample by sample, whatever `eval_iters` is.
+    """
     args = run.args
     num_microbatches = args.eval_global_batch_size // (args.eval_micro_batch_size * group_size(run.pg_collection.dp))
+    micro_batch_size = args.eval_micro_batch_size
+    if isinstance(data_iterator, WholeSet):
+        eval_iters, num_microbatches, micro_batch_size = 1, data_iterator.num_batches, 1
     _set_mode(run.model, training=False)
     totals: dict[str, torch.Tensor] = {}
     for _ in range(eval_iters):
@@ -35,7 +42,7 @@ def evaluate(run: TrainingRun, data_iterator: Iterator[Any] | None, eval_iters: 
             model=run.model,
             num_microbatches=num_microbatches,
             seq_length=args.seq_length,
-            micro_batch_size=args.eval_micro_batch_size,
+            micro_batch_size=micro_batch_size,
             forward_only=True,
         )
         totals = sum_losses([totals, *reports])
@@ -74,8 +81,8 @@ def evaluate_and_print(run: TrainingRun, data: Any, where: str) -> None:
         losses = evaluate(run, iterator, run.args.eval_iters)
         emit(format_evaluation(losses, where, suffix), rank=LOG_RANK)
         _write_scalars(run, losses, suffix)
-    if data is run.valid_iterator:
-        # Every set has moved on by the same number of samples, so one counter serves all.
+    if data is run.valid_iterator and not run.args.full_validation:
+        # Every set has moved on by the same number of samples, so one counter serves all. Whole sets begin anew.
         run.state.consumed_valid_samples += run.args.eval_iters * run.args.eval_global_batch_size
     run.counters["evaluations"] += len(iterators)
     run.callbacks.on_evaluate_end(run)

@@ -98,7 +98,9 @@ class BlendedDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.dataset_index)
 
-    def __getitem__(self, idx: int) -> dict[str, Any]:
+    def __getitem__(self, idx: int | None) -> dict[str, Any]:
+        if idx is None:  # a sample without a token that counts
+            return {"dataset_id": 0, **self.datasets[0][None]}
         dataset_id = int(self.dataset_index[idx])
         sample = self.datasets[dataset_id][int(self.dataset_sample_index[idx])]
         return {"dataset_id": dataset_id, **sample}

@@ -106,9 +106,20 @@ class MegatronPretrainingRandomSampler(_Sampler):
 
 
 class FullValidationSampler(_Sampler):
-    """Every place once, one at a time: rank r takes b * dp_size + r; a tail that not all ranks have is dropped."""
+    """Every place once, one at a time: rank r takes b * dp_size + r.
 
-    def __iter__(self) -> Iterator[list[int]]:
-        dp_size = self.samples_per_step // self.micro_batch_size
-        for first in range(0, self.total_samples - dp_size + 1, dp_size):
-            yield [first + self.dp_rank]
+    All ranks take equally many steps, so that none waits for ever: one that has no place left takes None, for which a
+    dataset gives a sample without a token that counts. The length is the number of steps.
+    """
+
+    def __len__(self) -> int:
+        return -(-self.total_samples // self._dp_size)
+
+    @property
+    def _dp_size(self) -> int:
+        return self.samples_per_step // self.micro_batch_size
+
+    def __iter__(self) -> Iterator[list[int | None]]:
+        for step in range(len(self)):
+            place = step * self._dp_size + self.dp_rank
+            yield [place if place < self.total_samples else None]

@@ -64,7 +64,8 @@ class TrainingConfig(ConfigTopic):
     """Global batch size of evaluations; unset: that of training."""
 
     full_validation: bool = False
-    """Evaluate the whole validation set each time."""
+    """Evaluate the whole validation set each time, sample by sample; --eval-iters then counts for the test set only,
+    and 0 still means no evaluation."""
 
     multiple_validation_sets: bool = False
     """Report each validation prefix by itself."""

@@ -130,7 +130,11 @@ def test_every_form_of_source_is_read(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "this is no JSON"), ('{"val": ["a"]}', "an object with the keys train, valid, test")],
+    [
+        ("{", "this is no JSON"),
+        ('{"val": ["a"]}', "an object with the keys train, valid, test"),
+        ('{"train": 5}', "an object"),
+    ],
 )
 def test_malformed_file_of_blends_is_named(tmp_path, text, message):
     (tmp_path / "blends.json").write_text(text)
@@ -216,6 +220,7 @@ def test_full_validation_repeats_the_whole_set_one_by_one(prefix, one_rank):
     num_samples = len(provider(args)([0, None, 0])[1])
     first, second = tokens_of(valid, num_samples), tokens_of(valid, num_samples)
     assert first == second
+    assert valid.num_batches == num_samples
     assert {len(batch) for batch in first} == {1}
 
 

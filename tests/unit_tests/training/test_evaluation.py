@@ -52,6 +52,7 @@ def build_run(micro_batch_size, global_batch_size, groups):
         eval_iters=NUM_SAMPLES // global_batch_size,
         seq_length=LENGTH,
         log_validation_ppl_to_tensorboard=True,
+        full_validation=False,
     )
     return SimpleNamespace(
         args=args,

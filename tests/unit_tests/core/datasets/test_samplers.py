@@ -86,5 +86,6 @@ def test_cyclic_order_of_too_few_samples_is_refused():
 
 def test_full_validation_takes_single_samples_in_turn():
     rank0, rank1 = steps_of_all_ranks(FullValidationSampler, 5, 0, 1, 2)
-    assert rank0 == [[0], [2]]
-    assert rank1 == [[1], [3]]
+    assert rank0 == [[0], [2], [4]]
+    assert rank1 == [[1], [3], [None]]
+    assert len(FullValidationSampler(5, 0, 1, 1, 2)) == 3
