@@ -113,7 +113,7 @@ class FullValidationSampler(_Sampler):
     """
 
     def __len__(self) -> int:
-        return -(-self.total_samples // self._dp_size)
+        return (self.total_samples + self._dp_size - 1) // self._dp_size
 
     @property
     def _dp_size(self) -> int:
