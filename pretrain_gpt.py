@@ -15,13 +15,13 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.core.errors import USER_ERRORS, exit_code
+from megatron.core.errors import USER_ERRORS, ConfigError, exit_code
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.utils.device import resolve_device
 from megatron.core.utils.upcast import upcast
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.batch import get_batch
+from megatron.training.batch import ATTENTION_MASK, get_batch
 from megatron.training.data_loaders import core_gpt_dataset_config_from_args
 from megatron.training.global_vars import get_args, get_tokenizer
 from megatron.training.training import pretrain
@@ -68,13 +68,23 @@ def forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[
     """Run the model on the next micro batch; returns token losses [b, s] and the function that sums them."""
     device = resolve_device(get_args().device)
     batch = get_batch(data_iterator, device, parallel_state.get_process_group_collection().cp)
-    token_losses = model(batch["tokens"], batch["position_ids"], attention_mask=None, labels=batch["labels"])
+    token_losses = model(
+        batch["tokens"],
+        batch["position_ids"],
+        attention_mask=batch.get(ATTENTION_MASK),
+        labels=batch["labels"],
+    )
     return token_losses, partial(loss_func, batch["loss_mask"])
 
 
 def train_valid_test_datasets_provider(num_samples: list[int | None]) -> tuple[Any, Any, Any]:
     """Build the datasets for [train, valid, test] sample counts."""
     args = get_args()
+    if args.dataloader_type == "external":
+        raise ConfigError(
+            "dataloader_type='external': this program builds its own datasets; use --dataloader-type single or cyclic, "
+            "or call megatron.training.pretrain with a provider of loaders."
+        )
     config = core_gpt_dataset_config_from_args(args)
     dataset_type = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(dataset_type, num_samples, lambda: True, config).build()

@@ -7,6 +7,7 @@ go, values that are known but missing are refused by name, and each value rememb
 import argparse
 import dataclasses
 import difflib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -164,6 +165,8 @@ def _convert_word(spec: FlagSpec, word: str) -> Any:
         if convert_word in kinds:
             raise ValueError(f"not {kinds[convert_word]}; give {kinds[convert_word]}") from error
         raise ValueError(f"{error}; correct it") from error
+    if isinstance(converted, float) and not math.isfinite(converted):
+        raise ValueError("not a finite number; give one")
     if spec.choices is None or converted in spec.choices:
         return converted
     for row in flag_table.VALUES:

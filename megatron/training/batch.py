@@ -13,6 +13,9 @@ from megatron.core.utils.groups import group_rank, group_size
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 """What the model and the loss read; each is [b, s]."""
 
+ATTENTION_MASK = "attention_mask"
+"""Key of the mask [b, 1, s, s] of a loader that hides earlier documents."""
+
 
 def slice_for_context_parallel(
     batch: Mapping[str, torch.Tensor], cp_rank: int, cp_size: int
@@ -43,11 +46,16 @@ def get_batch(
 ) -> dict[str, torch.Tensor]:
     """Take the next micro batch, move it to the device and cut it for context parallelism.
 
-    Shapes: tokens, labels, position_ids int64 [b, s/cp], loss_mask float32 [b, s/cp].
+    Shapes: tokens, labels, position_ids int64 [b, s/cp], loss_mask float32 [b, s/cp], and, if the dataset ships it,
+            attention_mask bool [b, 1, s, s], which no context-parallel rank has a part of.
     Host:   from pinned memory the copies are asynchronous.
     """
     item = next(data_iterator)
     missing = [key for key in BATCH_KEYS if key not in item]
     assert not missing, f"the dataset's items lack {missing}; they have {sorted(item)}"
     batch = {key: item[key].to(device, non_blocking=True) for key in BATCH_KEYS}
-    return slice_for_context_parallel(batch, group_rank(cp_group), group_size(cp_group))
+    batch = slice_for_context_parallel(batch, group_rank(cp_group), group_size(cp_group))
+    if ATTENTION_MASK in item:
+        assert group_size(cp_group) == 1, "attention masks are not cut for context parallelism"
+        batch[ATTENTION_MASK] = item[ATTENTION_MASK].to(device, non_blocking=True)
+    return batch

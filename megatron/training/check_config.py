@@ -124,6 +124,8 @@ def derive_training(args: argparse.Namespace) -> None:
         _fill(args, "lr_decay_samples", args.train_samples, "train_samples")
     elif args.train_iters is not None:
         _fill(args, "lr_decay_iters", args.train_iters, "train_iters")
+    if args.skip_train:
+        _fill(args, "lr", args.min_lr, "min_lr: nothing is learned")
     if args.weight_decay_incr_style == "constant":
         _fill(args, "start_weight_decay", args.weight_decay, "weight_decay")
         _fill(args, "end_weight_decay", args.weight_decay, "weight_decay")

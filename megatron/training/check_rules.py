@@ -32,6 +32,11 @@ def _wsd_without_length(args: Any) -> bool:
     return args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None
 
 
+def _turned_channels(args: Any) -> int:
+    """Channels of a head that RoPE turns."""
+    return int((args.kv_channels or 0) * args.rotary_percent)
+
+
 def _any_data(args: Any) -> bool:
     names = (
         "data_path",
@@ -90,6 +95,16 @@ TRAINING_RULES: tuple[Rule, ...] = (
         _warmup_reaches_decay,
         "the decay includes the warm-up and must be longer",
         "lower --lr-warmup-iters (or -samples) or raise --lr-decay-iters (or -samples)",
+    ),
+    _refused(
+        "rope-pairs",
+        "rotary positions on no or on half a pair of channels",
+        "kv_channels rotary_percent position_embedding_type",
+        lambda args: (
+            args.position_embedding_type == "rope" and (_turned_channels(args) < 2 or _turned_channels(args) % 2 != 0)
+        ),
+        "channels turn in pairs",
+        "make --kv-channels times --rotary-percent an even number, at least 2",
     ),
     _refused(
         "wsd-length",

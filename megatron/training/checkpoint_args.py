@@ -44,7 +44,7 @@ def take_from_checkpoint(args: argparse.Namespace) -> None:
     folder = folder_to_load(Path(args.load), args.ckpt_step, args.ckpt_fallback)
     if folder is None:
         return
-    stored = load_common(folder)["args"]
+    stored = load_common(folder, ["args"])["args"]
     for dest in stored_destinations():
         if dest in stored:
             setattr(args, dest, stored[dest])

@@ -32,15 +32,18 @@ def checkpoint_folder(root: Path, iteration: int) -> Path:
 def read_tracker(root: Path) -> int | str | None:
     """Iteration the tracker names, the word `release`, or None without a tracker.
 
-    Raises: CheckpointError if the tracker holds anything else.
+    Raises: CheckpointError if the tracker holds anything else or cannot be read.
     """
     path = root / TRACKER_FILE
-    if not path.is_file():
+    try:
+        word = path.read_text(encoding="utf-8", errors="backslashreplace").strip()
+    except FileNotFoundError:
         return None
-    word = path.read_text(encoding="utf-8").strip()
+    except OSError as err:
+        raise CheckpointError(f"{path}: cannot be read ({err.strerror}); name a folder of checkpoints") from err
     if word == "release":
         return word
-    if not word.isdecimal():
+    if not (word.isascii() and word.isdecimal()):
         raise CheckpointError(
             f"{path}: holds {word!r}, not an iteration; write the number of a complete iter_* folder into it"
         )

@@ -23,6 +23,8 @@ from megatron.training.train_state import TrainingRun, TrainState
 OPTIMIZER_PREFIX = "optimizer.state."
 RNG_PREFIX = "rng_state."
 FORMAT_VERSION = 1
+COMMON_ENTRIES = ("format_version", "train_state", "scheduler", "grad_scaler", "args", "world_size", "device")
+"""What `common_state` makes and a load reads."""
 
 
 _FOREIGN = [

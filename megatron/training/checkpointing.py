@@ -21,6 +21,7 @@ from megatron.core.utils.collectives import MIN, all_reduce, broadcast_object, w
 from megatron.core.utils.logging import get_logger, get_rank, get_world_size, log_single_rank
 from megatron.training import checkpoint_paths as paths
 from megatron.training import checkpoint_state as state
+from megatron.training.progress_file import ProgressFile
 from megatron.training.rng_state import restore_rng_state
 from megatron.training.train_state import TrainingRun
 
@@ -53,11 +54,17 @@ class CheckpointWriter:
         self.retain_interval = args.save_retain_interval
         self.is_async = args.async_save
         self._folder: paths.SaveFolder | None = None
-        self._pending: tuple[PendingSave, int] | None = None
+        self._progress = ProgressFile(self.root) if args.log_progress else None
+        self._pending: tuple[PendingSave, int, str] | None = None
         on_first_rank(self._take_folder)
 
     def _take_folder(self) -> None:
         self._folder = paths.SaveFolder(self.root)
+
+    def note_start(self, run: TrainingRun) -> None:
+        """Mark in progress.txt, if that is asked for, where this job starts."""
+        if self._progress is not None:
+            self._progress.append(self._progress.line("started job", run))
 
     def save(self, run: TrainingRun) -> None:
         """Save the state of `run`; returns once it is on the disk, or, asynchronously, once it is copied."""
@@ -66,7 +73,8 @@ class CheckpointWriter:
         on_first_rank(lambda: paths.withdraw(self.root, iteration))
         folder = paths.checkpoint_folder(self.root, iteration)
         pending = PendingSave(folder, state.saved_tensors(run), state.common_state(run), asynchronous=self.is_async)
-        self._pending = (pending, iteration)
+        line = "" if self._progress is None else self._progress.line("saved checkpoint", run)
+        self._pending = (pending, iteration, line)
         if not self.is_async:
             self.finish()
 
@@ -83,15 +91,17 @@ class CheckpointWriter:
         """Wait for the save under way, if any, and point the tracker to it."""
         if self._pending is None:
             return
-        (pending, iteration), self._pending = self._pending, None
+        (pending, iteration, line), self._pending = self._pending, None
         pending.commit()
-        on_first_rank(lambda: self._publish(iteration))
+        on_first_rank(lambda: self._publish(iteration, line))
         log_single_rank(
             logger, logging.INFO, f"successfully saved checkpoint from iteration {iteration} to {self.root}"
         )
 
-    def _publish(self, iteration: int) -> None:
+    def _publish(self, iteration: int, line: str) -> None:
         paths.publish(self.root, iteration)
+        if self._progress is not None:
+            self._progress.append(line)
         paths.prune(self.root, self.retain_interval, iteration)
 
     def close(self) -> None:
@@ -137,7 +147,7 @@ def load_checkpoint(run: TrainingRun) -> Callable[[], None]:
     source = on_first_rank(lambda: find_source(args))
     if source is None:
         return lambda: None
-    common = None if source.weights_only else on_first_rank(lambda: dist_checkpointing.load_common(source.folder))
+    common = None if source.weights_only else on_first_rank(lambda: _load_common(source.folder))
     with_optimizer = common is not None and not args.no_load_optim
     rng = state.rng_tensors() if common is not None and _restores_rng(run, common) else {}
     tensors = state.model_tensors(run) + list(rng.values())
@@ -158,6 +168,10 @@ def load_checkpoint(run: TrainingRun) -> Callable[[], None]:
         run.optimizer.reload_model_params()
     log_single_rank(logger, logging.INFO, f"loaded checkpoint {source.folder} at iteration {run.state.iteration}")
     return lambda: restore_rng_state({name: tensor.data for name, tensor in rng.items()}) if rng else None
+
+
+def _load_common(folder: Path) -> dict[str, Any]:
+    return dist_checkpointing.load_common(folder, state.COMMON_ENTRIES)
 
 
 def _restores_rng(run: TrainingRun, common: dict[str, Any]) -> bool:

@@ -80,7 +80,8 @@ def blends_from_args(args: argparse.Namespace) -> tuple[Blend | None, list[Blend
     if args.data_args_path is not None:
         blend = get_blend_from_list(_read_text("data_args_path", args.data_args_path).split())
         if blend is None:
-            raise DataError(f"data_args_path={args.data_args_path!r}: the file is empty; write the words of --data-path.")
+            path = args.data_args_path
+            raise DataError(f"data_args_path={path!r}: the file is empty; write the words of --data-path into it.")
         return blend, None
     if any(words is not None for words in per_split):
         return None, [get_blend_from_list(words) for words in per_split]

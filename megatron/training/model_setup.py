@@ -48,13 +48,18 @@ def build_optimizer(
 
 
 def build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:
-    """Turn the iterations or samples of the command line into a schedule that counts samples."""
+    """Turn the iterations or samples of the command line into a schedule that counts samples.
+
+    A run that only evaluates may have no length; its schedule is never stepped and fits any checkpoint.
+    """
     if args.train_samples:
         unit, total, decay = 1, args.train_samples, args.lr_decay_samples
         warmup, anneal = args.lr_warmup_samples, args.lr_wsd_decay_samples
     else:
         unit, total, decay = args.global_batch_size, args.train_iters, args.lr_decay_iters
         warmup, anneal = args.lr_warmup_iters, args.lr_wsd_decay_iters
+    if args.skip_train:
+        total = total or 1
     assert total, f"train_iters={args.train_iters}, train_samples={args.train_samples}: a schedule needs a length"
     decay_steps = (decay or total) * unit
     if args.lr_warmup_fraction is not None:
@@ -73,6 +78,9 @@ def build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamS
         end_wd=args.end_weight_decay,
         wd_incr_steps=total * unit,
         wd_incr_style=args.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler
+        or (args.skip_train and not args.use_checkpoint_opt_param_scheduler),
         wsd_decay_steps=None if anneal is None else anneal * unit,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )

@@ -176,6 +176,7 @@ def pass_over(run: TrainingRun, num_samples: int) -> None:
     run.state.consumed_train_samples += num_samples
     run.state.skipped_train_samples += num_samples
     run.counters["passed over"] += 1
+    run.callbacks.on_step_passed_over(run)
 
 
 def evaluate_at_end(run: TrainingRun) -> None:

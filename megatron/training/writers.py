@@ -23,7 +23,13 @@ def build_writers(args: argparse.Namespace) -> None:
 
 def _tensorboard(args: argparse.Namespace) -> Any:
     tensorboard = require("tensorboard", needed_by=f"tensorboard_dir={args.tensorboard_dir!r}")
-    return tensorboard.SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
+    try:
+        return tensorboard.SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
+    except OSError as error:
+        raise ConfigError(
+            f"tensorboard_dir={args.tensorboard_dir!r}: the folder cannot be written ({error.strerror}); give another "
+            "one with --tensorboard-dir."
+        ) from error
 
 
 def _wandb(args: argparse.Namespace) -> Any:

@@ -120,11 +120,16 @@ class ArchitectureConfig(ConfigTopic):
         if self.ffn_hidden_size < 1 and self.hidden_size > 0:
             remedy = "set --ffn-hidden-size to a positive number"
             found.append(violation(self, "ffn_hidden_size hidden_size", "an MLP has a width", remedy))
+        for name, flag in (("layernorm_epsilon", "--norm-epsilon"), ("init_method_std", "--init-method-std")):
+            if not getattr(self, name) >= 0.0:
+                found.append(violation(self, name, "not negative", f"set {flag} to 0 or more"))
         return found
 
     def _check_heads(self) -> list[Violation]:
         found = []
         derived = self.origins.get("kv_channels")
+        if not derived and self.kv_channels < 1:
+            found.append(violation(self, "kv_channels", "a head has channels", "set --kv-channels to 1 or more"))
         if derived and self.hidden_size % self.num_attention_heads:
             found.append(
                 violation(

@@ -111,7 +111,13 @@ class MoEConfig(ConfigTopic):
         """Routing fits the number of experts; balancing and capacity fit each other."""
         if self.num_moe_experts is None:
             return []
-        return self._check_topk() + self._check_groups() + self._check_balancing() + self._check_capacity()
+        return (
+            self._check_sizes()
+            + self._check_topk()
+            + self._check_groups()
+            + self._check_balancing()
+            + self._check_capacity()
+        )
 
     @property
     def balancing_types(self) -> list[str]:
@@ -124,6 +130,27 @@ class MoEConfig(ConfigTopic):
         """The balancing coefficients as a list, also when there is one."""
         value = self.moe_aux_loss_coeff
         return list(value) if isinstance(value, list) else [value]
+
+    def _check_sizes(self) -> list[Violation]:
+        """Widths are positive, strengths not negative."""
+        found = []
+        for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                remedy = f"set --{name.replace('_', '-')} to a positive number or drop it"
+                found.append(violation(self, name, "an expert has a width", remedy))
+        strengths = (
+            "moe_z_loss_coeff",
+            "moe_input_jitter_eps",
+            "moe_router_force_biased",
+            "moe_router_bias_update_rate",
+        )
+        for name in strengths:
+            if (getattr(self, name) or 0.0) < 0.0:
+                found.append(violation(self, name, "not negative", f"set --{name.replace('_', '-')} to 0 or more"))
+        if any(coefficient < 0.0 for coefficient in self.aux_loss_coefficients):
+            found.append(violation(self, "moe_aux_loss_coeff", "not negative", "set --moe-aux-loss-coeff to 0 or more"))
+        return found
 
     def _check_topk(self) -> list[Violation]:
         found = []

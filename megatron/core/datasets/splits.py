@@ -46,8 +46,8 @@ def parse_split(split: str) -> list[float]:
 
 
 def _is_readable(split: str) -> bool:
-    """Say whether there are only numbers, none of them negative, and what separates them."""
-    if re.search(r"[^-\s.,/0-9]", split):
+    """Say whether every run of digits and dots is a number, none is negative and no other word stands between."""
+    if re.search(r"[a-zA-Z]", split):
         return False
     return all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in re.findall(r"[.0-9]+", split)) and "-" not in split
 

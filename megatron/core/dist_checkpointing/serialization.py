@@ -174,10 +174,10 @@ def save(
     PendingSave(folder, tensors, common, group).commit()
 
 
-def load_common(folder: Path) -> dict[str, Any]:
+def load_common(folder: Path, required: Sequence[str] = ()) -> dict[str, Any]:
     """Everything of a checkpoint that is no tensor.
 
-    Raises: CheckpointError if the folder is incomplete or comes from another program.
+    Raises: CheckpointError if the folder is incomplete, comes from another program or lacks a `required` entry.
     """
     path = folder / COMMON_FILE
     if not is_complete(folder):
@@ -191,11 +191,15 @@ def load_common(folder: Path) -> dict[str, Any]:
             "load the weights alone with --finetune"
         )
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        common = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as err:
         raise CheckpointError(
             f"{path}: cannot be read ({err}); the file is damaged, load an earlier iteration"
         ) from err
+    missing = [name for name in required if name not in common] if isinstance(common, dict) else ["an object"]
+    if missing:
+        raise CheckpointError(f"{path}: lacks {', '.join(missing)}; the file is damaged, load an earlier iteration")
+    return common
 
 
 def load(

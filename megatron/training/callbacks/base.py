@@ -1,7 +1,7 @@
 """The hooks of the training loop, and the list that calls them in order.
 
     on_train_start
-      repeat: on_step_start, (the step), on_step_end
+      repeat: on_step_start, (the step), on_step_end; or on_step_passed_over
       around every evaluation: on_evaluate_start, on_evaluate_end
     on_train_end            also when the loop leaves through an exception
 
@@ -24,6 +24,9 @@ class Callback:
 
     def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         """Called after each step, when `run.state` already counts it."""
+
+    def on_step_passed_over(self, run: TrainingRun) -> None:
+        """Called instead of the two step hooks for an iteration whose data is consumed without a step."""
 
     def on_evaluate_start(self, run: TrainingRun) -> None:
         """Called before each evaluation, inside and after training."""
@@ -52,6 +55,10 @@ class CallbackList(Callback):
     def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         for callback in self.callbacks:
             callback.on_step_end(run, result)
+
+    def on_step_passed_over(self, run: TrainingRun) -> None:
+        for callback in self.callbacks:
+            callback.on_step_passed_over(run)
 
     def on_evaluate_start(self, run: TrainingRun) -> None:
         for callback in self.callbacks:

@@ -12,7 +12,16 @@ class PeriodicCheckpoint(Callback):
         self.writer = writer
         self.interval = interval
 
+    def on_train_start(self, run: TrainingRun) -> None:
+        self.writer.note_start(run)
+
     def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
+        self._save_if_due(run)
+
+    def on_step_passed_over(self, run: TrainingRun) -> None:
+        self._save_if_due(run)
+
+    def _save_if_due(self, run: TrainingRun) -> None:
         is_last = run.exit_reason is not None or run.state.iteration >= run.args.train_iters
         if is_last or (self.interval and run.state.iteration % self.interval == 0):
             self.writer.save(run)

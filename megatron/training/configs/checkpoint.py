@@ -23,6 +23,9 @@ class CheckpointConfig(ConfigTopic):
     async_save: bool = False
     """Write in the background; the run goes on once its state is copied."""
 
+    log_progress: bool = False
+    """Add a line to progress.txt in the folder of --save at the start and after each save."""
+
     load: str | None = None
     """Folder that a run continues from; without a checkpoint in it the run starts fresh."""
 
@@ -74,12 +77,16 @@ class CheckpointConfig(ConfigTopic):
     def check(self) -> list[Violation]:
         """Each setting has the folder it speaks of, and intervals are positive."""
         found = []
+        for name in ("save", "load", "pretrained_checkpoint"):
+            if getattr(self, name) == "":
+                remedy = f"name a folder after --{name.replace('_', '-')} or drop it"
+                found.append(violation(self, name, "an empty word is no folder", remedy))
         for name in ("save_interval", "save_retain_interval"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(violation(self, name, "a number of steps, at least 1", "raise it or drop the flag"))
         needs = (
-            ("save", ("save_interval", "save_retain_interval", "async_save")),
+            ("save", ("save_interval", "save_retain_interval", "async_save", "log_progress")),
             ("load", ("ckpt_step", "ckpt_fallback", "exit_on_missing_checkpoint", "use_checkpoint_args")),
         )
         for folder, names in needs:

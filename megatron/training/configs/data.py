@@ -85,10 +85,15 @@ class DataConfig(ConfigTopic):
         if len(sources) > 1:
             remedy = "keep one of " + ", ".join("--" + name.replace("_", "-") for name in sources)
             found.append(violation(self, " ".join(sources), "a run has one source of data", remedy))
-        if self.split is not None and (per_split or self.per_split_data_args_path):
+        is_split = self.split is not None and "split" not in self.origins
+        if is_split and (per_split or self.per_split_data_args_path):
             source = per_split[0] if per_split else "per_split_data_args_path"
             remedy = "drop --split"
             found.append(violation(self, f"split {source}", "the source is divided already", remedy))
+        if self.reset_attention_mask and not self.create_attention_mask_in_dataloader:
+            names = "reset_attention_mask create_attention_mask_in_dataloader"
+            remedy = "drop --no-create-attention-mask-in-dataloader or --reset-attention-mask"
+            found.append(violation(self, names, "documents are hidden by the loader's masks", remedy))
         if self.num_workers < 0:
             found.append(violation(self, "num_workers", "not negative", "set --num-workers to 0 or more"))
         if self.num_dataset_builder_threads < 1:

@@ -74,10 +74,19 @@ class ModelConfig(ConfigTopic):
         if self.swiglu and self.squared_relu:
             remedy = "drop --swiglu or --squared-relu"
             found.append(violation(self, "swiglu squared_relu", "an MLP has one activation", remedy))
-        if not 0.0 < self.rotary_percent <= 1.0:
-            remedy = "set --rotary-percent to a fraction from 0 to 1"
-            found.append(violation(self, "rotary_percent", "a fraction of the head dimension", remedy))
         if self.make_vocab_size_divisible_by < 1:
             remedy = "set --make-vocab-size-divisible-by to 1 or more"
             found.append(violation(self, "make_vocab_size_divisible_by", "a divisor is positive", remedy))
+        return found + self._check_rotary()
+
+    def _check_rotary(self) -> list[Violation]:
+        found = []
+        if not 0.0 < self.rotary_percent <= 1.0:
+            remedy = "set --rotary-percent to a fraction from 0 to 1"
+            found.append(violation(self, "rotary_percent", "a fraction of the head dimension", remedy))
+        for name in ("rotary_base", "rotary_seq_len_interpolation_factor", "rope_scaling_factor"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                remedy = f"set --{name.replace('_', '-')} to a number above 0"
+                found.append(violation(self, name, "frequencies and positions are divided by it", remedy))
         return found

@@ -56,6 +56,10 @@ class SchedulerConfig(ConfigTopic):
 
     def _check_units(self) -> list[Violation]:
         found = []
+        for name in ("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(violation(self, name, "at least 1", f"raise --{name.replace('_', '-')} or drop it"))
         for name in ("lr_warmup_iters", "lr_warmup_samples"):
             if self.lr_warmup_fraction is not None and getattr(self, name):
                 flag = "--" + name.replace("_", "-")

@@ -7,6 +7,11 @@ from typing import Literal
 from megatron.core.configs.base import ConfigTopic, Violation, violation
 from megatron.core.configs.flag_spec import knob
 
+LARGEST_SEED = 4_000_000_000
+"""NumPy's generator takes 32 bits; the offsets of ranks are added to the seed."""
+
+UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
+
 
 @dataclasses.dataclass(kw_only=True)
 class TrainingConfig(ConfigTopic):
@@ -103,10 +108,30 @@ class TrainingConfig(ConfigTopic):
                 found.append(violation(self, name, "at least 1", f"raise --{name.replace('_', '-')}"))
         if self.micro_batch_size is None:
             found.append(violation(self, "micro_batch_size", "a batch has a size", "set --micro-batch-size"))
-        if self.exit_signal not in {int(number) for number in signal.Signals}:
-            remedy = f"set --exit-signal to a number such as {int(signal.SIGTERM)}"
-            found.append(violation(self, "exit_signal", "no signal of this system", remedy))
         if self.manual_gc_interval < 0:
             remedy = "set --manual-gc-interval to 0 or more"
             found.append(violation(self, "manual_gc_interval", "a number of steps", remedy))
+        if not 1 <= self.seed <= LARGEST_SEED:
+            found.append(violation(self, "seed", f"from 1 to {LARGEST_SEED}", "set --seed to such a number"))
+        return found + self._check_steps() + self._check_exit_signal()
+
+    def _check_steps(self) -> list[Violation]:
+        """Counts of steps, batches and minutes can happen."""
+        found = []
+        for name, least in (("exit_interval", 1), ("exit_duration_in_mins", 0), ("eval_iters", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                remedy = f"raise --{name.replace('_', '-')} or drop it"
+                found.append(violation(self, name, f"at least {least}", remedy))
+        if any(iteration < 1 for iteration in self.iterations_to_skip):
+            remedy = "give --iterations-to-skip numbers from 1 on"
+            found.append(violation(self, "iterations_to_skip", "iterations are counted from 1", remedy))
         return found
+
+    def _check_exit_signal(self) -> list[Violation]:
+        remedy = f"set --exit-signal to a number such as {int(signal.SIGTERM)}"
+        if self.exit_signal not in {int(number) for number in signal.Signals}:
+            return [violation(self, "exit_signal", "no signal of this system", remedy)]
+        if self.exit_signal_handler and self.exit_signal in UNCATCHABLE:
+            return [violation(self, "exit_signal", "no process can handle this signal", remedy)]
+        return []

@@ -26,7 +26,9 @@ def folder(tmp_path, monkeypatch):
     iteration = tmp_path / "iter_0000005"
     stored = {**STORED, "seq_length": 32, "lr": 0.5, "max_position_embeddings": 32, "tokenizer_type": "ByteTokenizer"}
     monkeypatch.setattr(checkpoint_args, "folder_to_load", lambda root, step, fallback: iteration)
-    monkeypatch.setattr(checkpoint_args, "load_common", lambda found: json.loads(json.dumps({"args": stored})))
+    monkeypatch.setattr(
+        checkpoint_args, "load_common", lambda found, required: json.loads(json.dumps({"args": stored}))
+    )
     return tmp_path
 
 

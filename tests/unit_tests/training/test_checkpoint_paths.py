@@ -113,3 +113,22 @@ def test_prune_keeps_multiples_and_the_newest(tmp_path: Path) -> None:
         save(paths.checkpoint_folder(tmp_path, iteration), [replicated("w", torch.zeros(1))], {})
     assert paths.prune(tmp_path, 10, newest=15) == [5]
     assert paths.complete_iterations(tmp_path) == [10, 15]
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"-3", b"", "\u0663".encode()])
+def test_tracker_that_holds_no_number_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / paths.TRACKER_FILE).write_bytes(content)
+    with pytest.raises(CheckpointError, match="not an iteration; write the number"):
+        paths.read_tracker(tmp_path)
+
+
+def test_tracker_that_cannot_be_read_is_no_fresh_start(tmp_path: Path) -> None:
+    (tmp_path / paths.TRACKER_FILE).mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Is a directory\)"):
+        paths.read_tracker(tmp_path)
+
+
+def test_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Not a directory\)"):
+        paths.folder_to_load(tmp_path / "file")

@@ -149,6 +149,13 @@ def test_missing_file_of_words_and_missing_source_are_named():
         blends_from_args(arguments())
 
 
+@pytest.mark.parametrize(("content", "message"), [(b"", "the file is empty"), (b"\x9f\xff", "this is no text")])
+def test_file_without_words_is_named(tmp_path, content, message):
+    (tmp_path / "words").write_bytes(content)
+    with pytest.raises(DataError, match=f"data_args_path='.*words': {message}"):
+        blends_from_args(arguments(data_args_path=str(tmp_path / "words")))
+
+
 def test_flags_reach_the_config(prefix):
     flags = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
     args = arguments(data_path=[prefix], seed=7, data_cache_path="cache", mmap_bin_files=False, **flags)

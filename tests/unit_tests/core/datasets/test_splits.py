@@ -21,7 +21,7 @@ def test_every_number_of_a_split_counts(text, expected):
     assert splits.parse_split(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "all", "0,0,0", "1,2,3,4", "1.2.3", "5,-1"])
+@pytest.mark.parametrize("text", ["", "all", "0,0,0", "1,2,3,4", "1.2.3", "5,-1", "nan,1,1", "a,9,1", "1e3,1"])
 def test_split_without_sense_is_refused(text):
     with pytest.raises(DataError, match="one to three proportions"):
         splits.parse_split(text)
