@@ -20,7 +20,6 @@ FEATURES = (
         "further controls of checkpoints",
         "drop the flag",
         value("--override-ckpt-iteration", int),
-        switch("--log-progress"),
         value("--verify-resume", int),
         switch("--verify-integrity"),
     ),
