@@ -32,7 +32,12 @@ def fold(outcomes: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def git_state(root: Path) -> tuple[str, bool]:
-    """Return (commit, whether tracked files differ from it); evidence files themselves do not count."""
+    """Return (commit, whether tracked files differ from it); evidence files themselves do not count.
+
+    A machine that was given the files without their history is told by GIT_COMMIT which commit they are.
+    """
+    if told := os.environ.get("GIT_COMMIT"):
+        return told, False
 
     def ask(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)

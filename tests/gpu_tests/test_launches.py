@@ -17,6 +17,7 @@ pytestmark = [
 
 LOSS_RTOL = 1e-4
 NUM_STEPS = 20
+SAVE_STEP = 8
 
 
 def moe_case(num_processes, **changes) -> Case:
@@ -61,3 +62,16 @@ def test_deterministic_runs_are_bitwise_equal(tmp_path):
     hashes = [parse_state_hashes(launch(case, tmp_path / name)) for name in ("first", "second")]
     assert len(hashes[0]) == NUM_STEPS
     assert hashes[0] == hashes[1]
+
+
+def test_resume_with_dropout_is_bitwise_on_a_gpu(tmp_path):
+    num_processes = min(torch.cuda.device_count(), 2)
+    dropout = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+    flags = {"device": "cuda", "bf16": True, "deterministic_mode": True, "log_state_hash": True, **dropout}
+    straight = parse_state_hashes(launch(moe_case(num_processes, **flags), tmp_path / "straight"))
+    save = {"save": tmp_path / "saved", "async_save": True}
+    first = launch(moe_case(num_processes, **flags, **save, exit_interval=SAVE_STEP), tmp_path / "first")
+    second = launch(moe_case(num_processes, **flags, load=tmp_path / "saved"), tmp_path / "second")
+    assert len(straight) == NUM_STEPS
+    resumed = {**parse_state_hashes(first), **parse_state_hashes(second)}
+    assert resumed == straight
