@@ -57,6 +57,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rtol", type=float, default=0.0, help="largest relative difference (default: %(default)s)")
     parser.add_argument("--state-hash", action="store_true", help="compare state hashes instead")
     args = parser.parse_args(argv)
+    missing = [str(path) for path in args.runs if not path.exists()]
+    if missing:
+        print(f"{', '.join(missing)}: no such run; name logs, TensorBoard folders or golden files", file=sys.stderr)
+        return 1
     if args.state_hash:
         return compare_hashes(*args.runs)
     first, second = (read_run(path).get(args.metric, {}) for path in args.runs)

@@ -64,9 +64,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def read_documents(path: str, input_format: str) -> Iterator[str]:
-    """Yield one document at a time: a line of JSON, or a block of plain text with its final newline."""
-    if not os.access(path, os.R_OK):
+    """Yield one document at a time: a line of JSON, or a block of plain text with its final newline.
+
+    Raises: DataError if the file cannot be read or is no UTF-8 text.
+    """
+    if not os.access(path, os.R_OK) or os.path.isdir(path):
         raise DataError(f"input={path!r}: there is no such file, or it is not readable; correct the path.")
+    try:
+        yield from _read_text(path, input_format)
+    except UnicodeDecodeError as error:
+        raise DataError(f"input={path!r}: this is no UTF-8 text ({error}); convert it first.") from error
+
+
+def _read_text(path: str, input_format: str) -> Iterator[str]:
     with open(path, encoding="utf-8") as stream:
         if input_format == "jsonl":
             yield from stream
@@ -175,7 +185,12 @@ def preprocess(args: argparse.Namespace) -> list[str]:
     keys = args.json_keys if args.input_format == "jsonl" else ["text"]
     encoder = Encoder(args)
     prefixes = [f"{args.output_prefix}_{key}_document" for key in keys]
-    Path(args.output_prefix).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        Path(args.output_prefix).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"output_prefix={args.output_prefix!r}: the folder cannot be made ({error.strerror}); choose another one."
+        ) from error
     builders = [IndexedDatasetBuilder(get_bin_path(prefix), dtype=encoder.dtype) for prefix in prefixes]
     num_documents = num_tokens = 0
     start = time.monotonic()

@@ -133,3 +133,19 @@ def test_progress_is_told_in_lines_where_no_terminal_is(jsonl, tmp_path, capsys,
     run(jsonl, tmp_path / "out", "--log-interval", "2")
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(",")[0] for line in lines] == ["2 documents", "4 documents"]
+
+
+@pytest.mark.parametrize(
+    ("source", "prefix", "message"),
+    [
+        (".", "out", "there is no such file, or it is not readable"),
+        ("latin.txt", "out", "this is no UTF-8 text"),
+        ("good.txt", "good.txt/out", "the folder cannot be made"),
+    ],
+)
+def test_path_that_does_not_serve_is_named(tmp_path, capsys, source, prefix, message):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    (tmp_path / "good.txt").write_text("a\n")
+    words = ["--input", str(tmp_path / source), "--output-prefix", str(tmp_path / prefix)]
+    assert main([*words, "--tokenizer-type", "ByteTokenizer", "--workers", "1"]) == 1
+    assert message in capsys.readouterr().err
