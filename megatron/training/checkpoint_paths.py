@@ -133,9 +133,9 @@ class SaveFolder:
         try:
             root.mkdir(parents=True, exist_ok=True)
             self._lock = (root / LOCK_FILE).open("a+", encoding="utf-8")
+            self._take(self._lock)
         except OSError as err:
             raise CheckpointError(f"--save {root}: cannot be written ({err.strerror}); choose another folder") from err
-        self._take(self._lock)
 
     def _take(self, lock: TextIO) -> None:
         try:

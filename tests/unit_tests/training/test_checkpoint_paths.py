@@ -132,3 +132,9 @@ def test_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot be read \(Not a directory\)"):
         paths.folder_to_load(tmp_path / "file")
+
+
+def test_folder_on_a_full_disk_is_named(tmp_path: Path) -> None:
+    (tmp_path / paths.LOCK_FILE).symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=re.escape(f"--save {tmp_path}: cannot be written (")):
+        paths.SaveFolder(tmp_path)
