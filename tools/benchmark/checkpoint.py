@@ -3,8 +3,8 @@
 
     python tools/benchmark/checkpoint.py [--folder DISK] [--gib 1] [--output FILE]
 
-A save ends when everything is on the disk (fsync of files and folders), and so does `dd conv=fsync`; each save writes new
-files of this process's state. A load reads files whose pages were dropped from the page cache before, and so does the
+A save ends when everything is on the disk (fsync of files and folders), and so does `dd conv=fsync`; each save writes
+new files of this process's state. A load reads files whose pages were dropped from the page cache before, and so does the
 reading `dd`. Both move the same number of bytes in blocks of 16 MiB. Figures are medians of interleaved runs.
 """
 

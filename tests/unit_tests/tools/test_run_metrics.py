@@ -65,6 +65,23 @@ def test_picture_holds_the_curves_dots_and_levels(tmp_path):
     assert picture.levels == {"bigram": 2.3}
 
 
+def test_picture_joins_logs_events_and_goldens(tmp_path):
+    writer_module = pytest.importorskip("torch.utils.tensorboard")
+    file, golden, events = tmp_path / "run.log", tmp_path / "golden.json", tmp_path / "tensorboard"
+    file.write_text(log(["3.0", "2.0"]))
+    golden.write_text(json.dumps({"lm loss": {"start_step": 1, "end_step": 2, "values": {"1": 3.5, "2": "nan"}}}))
+    with writer_module.SummaryWriter(log_dir=str(events)) as writer:
+        writer.add_scalar("lm loss", 2.5, 2)
+        writer.add_scalar("lm loss", 2.75, 1)
+        writer.add_scalar("lm loss validation", 2.25, 2)
+    picture = build_picture({"log": file, "events": events, "golden": golden}, "lm loss", {})
+    assert picture.curves["log"] == {1: 3.0, 2: 2.0}
+    assert list(picture.curves["events"].items()) == [(1, 2.75), (2, 2.5)]
+    assert picture.curves["golden"][1] == 3.5
+    assert math.isnan(picture.curves["golden"][2])
+    assert picture.dots == {"log, validation": {2: 7.214003}, "events, validation": {2: 2.25}}
+
+
 def test_missing_metric_is_answered_with_those_that_exist(tmp_path):
     file = tmp_path / "run.log"
     file.write_text(log(["3.0"]))
