@@ -99,6 +99,7 @@ def test_errors_of_all_ranks_come_back_with_traceback(pool):
 
 
 def test_error_of_one_rank_does_not_leave_its_peer_waiting(pool):
+    pool.run(process_id)  # starting the workers is not part of the time
     begin = time.monotonic()
     with pytest.raises(RankErrors, match="only rank 1"):
         pool.run(fail_on_rank_one_before_a_collective)
@@ -108,6 +109,7 @@ def test_error_of_one_rank_does_not_leave_its_peer_waiting(pool):
 
 @pytest.mark.full
 def test_sleeping_rank_fails_within_the_deadline_and_the_next_job_runs(pool):
+    pool.run(process_id)  # starting the workers is not part of the time
     begin = time.monotonic()
     with pytest.raises(RankErrors, match="within the deadline of 2") as caught:
         pool.run(sleep_on_rank_one_after_a_collective, deadline_s=2, group_timeout_s=30)
