@@ -23,7 +23,7 @@ def start_broken_run(
     timeout_s: float = 60.0,
     agreement_s: float = 60.0,
 ) -> list[int]:
-    """Fork the ranks of a run that calls `at_step(rank, step)` before the first forward pass of each; returns the process ids."""
+    """Fork the ranks of a run that calls `at_step(rank, step)` at the start of each step; returns the process ids."""
     import pretrain_gpt
     from megatron.core.utils.logging import get_rank
     from megatron.training import heartbeat, initialize

@@ -4,8 +4,8 @@
     python tools/benchmark/checkpoint.py [--folder DISK] [--gib 1] [--output FILE]
 
 A save ends when everything is on the disk (fsync of files and folders), and so does `dd conv=fsync`; each save writes
-new files of this process's state. A load reads files whose pages were dropped from the page cache before, and so does the
-reading `dd`. Both move the same number of bytes in blocks of 16 MiB. Figures are medians of interleaved runs.
+new files of this process's state. A load reads files whose pages were dropped from the page cache before, and so does
+the reading `dd`, which moves blocks of 16 MiB. Figures are medians of interleaved runs.
 """
 
 from __future__ import annotations
