@@ -78,7 +78,7 @@ class MoEConfig(ConfigTopic):
     """Random logits, for benchmarks only."""
 
     moe_router_force_biased: float | None = None
-    """Standard deviation of a random bias per expert, for benchmarks only."""
+    """Standard deviation of a random bias per expert, for benchmarks only; negative: drawn once and kept."""
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
     """How tokens travel to the ranks of their experts."""
@@ -142,7 +142,6 @@ class MoEConfig(ConfigTopic):
         strengths = (
             "moe_z_loss_coeff",
             "moe_input_jitter_eps",
-            "moe_router_force_biased",
             "moe_router_bias_update_rate",
         )
         for name in strengths:

@@ -1,11 +1,13 @@
 """What every dispatcher of the registry must do, and what it says about itself."""
 
 from contextlib import nullcontext
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.configs.moe import MoEConfig
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.dispatchers import allgather, alltoall
@@ -179,3 +181,7 @@ def test_classes_are_found_under_upstreams_path():
 
     assert token_dispatcher.MoEAlltoAllTokenDispatcher is alltoall.MoEAlltoAllTokenDispatcher
     assert token_dispatcher.MoEAllGatherTokenDispatcher is allgather.MoEAllGatherTokenDispatcher
+
+
+def test_configuration_offers_the_registered_dispatchers():
+    assert sorted(get_args(get_type_hints(MoEConfig)["moe_token_dispatcher_type"])) == sorted(DISPATCHERS)

@@ -59,10 +59,12 @@ def test_nothing_of_a_microbatch_stays_on_the_dispatcher():
 
 
 def test_padding_mask_has_the_model_s_shape():
-    module, mask = layer(), torch.zeros(2, 3, dtype=torch.bool)
+    padded, cropped, hidden = layer(), layer(), normal(7, 2, 16)
+    mask = torch.zeros(2, 7, dtype=torch.bool)
     mask[1] = True  # the whole second sample
-    module(normal(3, 2, 16), mask)
-    assert module.router.step_counts().sum() == 3 * 2
+    padded(hidden, mask)
+    cropped(hidden[:, :1])
+    assert padded.router.step_counts().tolist() == cropped.router.step_counts().tolist()
 
 
 @pytest.mark.parametrize("gate", [False, True])
@@ -155,7 +157,9 @@ def dtypes_on_the_way(name):
     arrived, arrived_probs = module.dispatch(rows, probs, state)
     out = module.postprocess(module.combine(module.experts_compute(arrived, arrived_probs, state), state), None, state)
     out.sum().backward()
-    return [probs.dtype, arrived_probs.dtype, module.experts.seen[0][1].dtype, *grads], out.detach()
+    used = module.experts.seen[0][1]
+    assert torch.isin(used, probs).all(), "a probability changed on the way"
+    return [probs.dtype, arrived_probs.dtype, used.dtype, *grads], out.detach()
 
 
 @pytest.mark.parametrize("name", ["alltoall", "allgather"])
