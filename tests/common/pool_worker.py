@@ -9,6 +9,7 @@ import pickle
 import random
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from tests.common.collective_log import CollectiveLog
 
+LEAVE_SECONDS = 5.0
 LAST_COLLECTIVES = 20
 # What most jobs import, so that its import does not count against the first job's deadline.
 PRELOADED = "tests.common.layouts"
@@ -72,8 +74,10 @@ def worker_main(rank: int, pipe: Connection, report_path: str, store_port: int) 
                 return
             report.seek(0)
             report.truncate()
-            pipe.send_bytes(_run(rank, payload, store, report))
-            reset_process()  # the parent can go on meanwhile
+            outcome, is_success = _run(rank, payload, store, report)
+            pipe.send_bytes(outcome)
+            _leave(payload, store, is_success)  # the parent can go on meanwhile
+            reset_process()
 
 
 class GroupSetupError(RuntimeError):
@@ -92,8 +96,23 @@ def _warm_up() -> None:
     gc.freeze()  # what is loaded now stays; collections between jobs need not look at it
 
 
-def _run(rank: int, payload: bytes, store: dist.Store, report: Any) -> bytes:
-    """Run one job and return its pickled outcome, whatever happens."""
+def _leave(payload: bytes, store: dist.Store, is_success: bool) -> None:
+    """Wait a moment for the other ranks of a job that went well: they may still be connecting to groups of this one.
+
+    After a failure nobody is waited for: peers inside a collective must see this rank go.
+    """
+    if dist.is_initialized():
+        job: Job = pickle.loads(payload)
+        ended = dist.PrefixStore(job.store_prefix, store)
+        missing = job.world_size - ended.add("ended", 1)
+        until = time.monotonic() + LEAVE_SECONDS
+        while is_success and missing > 0 and time.monotonic() < until:
+            time.sleep(0.002)
+            missing = job.world_size - ended.add("ended", 0)
+
+
+def _run(rank: int, payload: bytes, store: dist.Store, report: Any) -> tuple[bytes, bool]:
+    """Run one job; returns its pickled outcome, whatever happens, and whether it went well."""
     log = CollectiveLog(keep_last=LAST_COLLECTIVES, sink=report)
     try:
         job: Job = pickle.loads(payload)
@@ -107,11 +126,10 @@ def _run(rank: int, payload: bytes, store: dist.Store, report: Any) -> bytes:
         except Exception as error:
             raise GroupSetupError(f"rank {rank} of {job.world_size}: the default group was not made") from error
         with log:
-            outcome = pickle.dumps(Outcome(function(*job.args)))
+            return pickle.dumps(Outcome(function(*job.args))), True
     except BaseException as error:  # noqa: BLE001  a worker reports every failure, SystemExit included
         text = traceback.format_exc() + "last collectives:\n" + log.text()
-        outcome = pickle.dumps(Outcome.failed(type(error).__name__, text))
-    return outcome
+        return pickle.dumps(Outcome.failed(type(error).__name__, text)), False
 
 
 def _load(job: Job) -> Callable[..., Any]:
