@@ -84,6 +84,16 @@ def set_param_attrs(param: torch.nn.Parameter, attrs: ParamAttrs, allreduce: boo
     return param
 
 
+def sum_gradient_over_tp(param: torch.nn.Parameter) -> None:
+    """Note that each tensor-parallel rank has a summand of the gradient of `param` [any], with its own heads, say."""
+    param.sum_gradient_over_tp = True  # type: ignore[attr-defined]
+
+
+def needs_sum_over_tp(param: torch.nn.Parameter) -> bool:
+    """True if the gradient of the replicated `param` [any] is complete only after a sum over tensor-parallel ranks."""
+    return getattr(param, "sequence_parallel", False) or getattr(param, "sum_gradient_over_tp", False)
+
+
 def has_param_attrs(param: torch.nn.Parameter) -> bool:
     """True if a layer of this tree allocated `param` [any]."""
     return hasattr(param, _ATTRS_NAME)

@@ -17,7 +17,7 @@ def _model_ranks(args: Any) -> int:
 
 
 def _expert_ranks(args: Any) -> int:
-    tensor = args.expert_tensor_parallel_size or 1
+    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     return tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
 
 
@@ -87,6 +87,17 @@ TRAINING_RULES: tuple[Rule, ...] = (
         lambda args: _expert_ranks(args) > 0 and args.world_size % _expert_ranks(args) != 0,
         "the number of processes must be a multiple of ETP * EP * PP",
         "start another number of processes or change --expert-model-parallel-size",
+    ),
+    _refused(
+        "sp-divides-sequence",
+        "sequence parallelism over a length that TP does not divide",
+        "seq_length tensor_model_parallel_size sequence_parallel",
+        lambda args: (
+            bool(args.sequence_parallel and args.seq_length)
+            and args.seq_length % max(args.tensor_model_parallel_size, 1) != 0
+        ),
+        "every TP rank holds an equal shard of the sequence",
+        "make --seq-length a multiple of --tensor-model-parallel-size, or drop --sequence-parallel",
     ),
     _refused(
         "warmup-before-decay",

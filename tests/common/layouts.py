@@ -37,10 +37,13 @@ GRAD_KEYS = ("grad_reduce_in_bf16", "overlap_grad_reduce", "bucket_size", "avera
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is cut and carried out. `dp` counts all data parallel ranks, those of EP included."""
+    """How a step is cut and carried out. `dp` counts all data parallel ranks, those of EP included; EP may span TP."""
 
     dp: int = 1
     ep: int = 1
+    tp: int = 1
+    is_sequence_parallel: bool = False
+    etp: int | None = None
     micro_batch_size: int = 1
     dispatcher: str = "alltoall"
     is_grouped: bool = False
@@ -52,7 +55,12 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp
+        return self.dp * self.tp
+
+    @property
+    def sequence_shards(self) -> int:
+        """Parts in which the ranks of a TP group hold a sequence between the layers."""
+        return self.tp if self.is_sequence_parallel else 1
 
     def __str__(self) -> str:
         """Test id: what differs from the defaults."""
@@ -73,7 +81,10 @@ class ModelCase:
             **self.config_fields,
             device="cpu",
             params_dtype=layout.dtype,
+            tensor_model_parallel_size=layout.tp,
+            sequence_parallel=layout.is_sequence_parallel,
             expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
             moe_token_dispatcher_type=layout.dispatcher,
             moe_grouped_gemm=layout.is_grouped,
         )
@@ -160,7 +171,9 @@ def _join(kind: str, shards: Sequence[dict[str, tuple[torch.Tensor, Any, int]]])
 
 def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
     """The job of one rank."""
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=layout.ep)
+    parallel_state.initialize_model_parallel(
+        layout.tp, expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp
+    )
     config = case.config(layout)
     config.finalize_model_grads_func = finalize_model_grads
     shape = {f.name: getattr(case.shape, f.name) for f in fields(case.shape)}
@@ -188,9 +201,10 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
         forced = stack.enter_context(forced_routing(model, plan)) if plan is not None else None
         for step in range(steps):
             blocks = _blocks_of_rank(batch, layout)
-            hooks = [] if step else _record_routing(routers, blocks, batch.tokens.shape[1], result.routing_maps)
+            ids = [shard_token_ids(block, batch.tokens.shape[1], layout.sequence_shards) for block in blocks]
+            hooks = [] if step else _record_routing(routers, ids, result.routing_maps)
             with CollectiveLog() as log:
-                sums = _run_microbatches(chunk, batch, blocks, forced)
+                sums = _run_microbatches(chunk, batch, list(zip(blocks, ids, strict=True)), forced)
                 grads = {n: _shard(p, p.main_grad) for n, p in named_global_parameters(chunk)}
                 _, norm, _ = optimizer.step()
             for hook in hooks:
@@ -218,14 +232,20 @@ def token_ids(samples: Sequence[int], seq_length: int) -> torch.Tensor:
     return (torch.tensor(samples)[None, :] * seq_length + torch.arange(seq_length)[:, None]).flatten()
 
 
-def _record_routing(routers, blocks, seq_length, into) -> list[Any]:
+def shard_token_ids(samples: Sequence[int], seq_length: int, shards: int) -> torch.Tensor:
+    """Those of this rank's shard of the sequence, int64 [s / shards * b]; rows run position by position."""
+    rank = parallel_state.get_tensor_model_parallel_rank() if shards > 1 else 0
+    return token_ids(samples, seq_length).chunk(shards)[rank]
+
+
+def _record_routing(routers, ids_of_blocks, into) -> list[Any]:
     """Hooks that note the routing map of each forward pass under global token ids."""
     hooks = []
     for layer, router in routers.items():
-        remaining = iter(blocks)
+        remaining = iter(ids_of_blocks)
 
         def note(module, args, output, layer=layer, remaining=remaining):
-            ids = token_ids(next(remaining), seq_length).tolist()
+            ids = next(remaining).tolist()
             into[layer].update(zip(ids, output[1].clone(), strict=True))
 
         hooks.append(router.register_forward_hook(note))
@@ -233,13 +253,16 @@ def _record_routing(routers, blocks, seq_length, into) -> list[Any]:
 
 
 def _run_microbatches(chunk, batch, blocks, forced) -> torch.Tensor:
-    """Clear the gradients, run all microbatches, finalise; returns [loss sum, tokens] of this rank."""
+    """Clear the gradients, run all microbatches, finalise; returns [loss sum, tokens] of this rank.
+
+    A block is the samples of a microbatch and the global ids of the tokens that this rank routes.
+    """
     seq_length = batch.tokens.shape[1]
 
     def forward_step(data_iterator, model):
-        samples = next(data_iterator)
+        samples, ids = next(data_iterator)
         if forced is not None:
-            forced.token_ids = token_ids(samples, seq_length)
+            forced.token_ids = ids
         positions = torch.arange(seq_length).expand(len(samples), seq_length)
         losses = model(batch.tokens[samples], positions, None, labels=batch.labels[samples])
         mask = batch.loss_mask[samples].to(losses.dtype)
@@ -258,7 +281,7 @@ def _run_microbatches(chunk, batch, blocks, forced) -> torch.Tensor:
         model=[chunk],
         num_microbatches=len(blocks),
         seq_length=seq_length,
-        micro_batch_size=len(blocks[0]),
+        micro_batch_size=len(blocks[0][0]),
     )
     return torch.stack([report["lm loss"] for report in reports]).sum(0)
 

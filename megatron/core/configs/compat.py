@@ -37,13 +37,6 @@ def _not_yet(row_id: str, feature: str, fields: str, violated_if: Callable[[Any]
 
 NOT_YET: tuple[Rule, ...] = (
     _not_yet(
-        "tp",
-        "tensor parallelism",
-        "tensor_model_parallel_size",
-        above_one("tensor_model_parallel_size"),
-        "set --tensor-model-parallel-size 1 and spread experts with --expert-model-parallel-size",
-    ),
-    _not_yet(
         "pp",
         "pipeline parallelism",
         "pipeline_model_parallel_size",
@@ -64,21 +57,23 @@ NOT_YET: tuple[Rule, ...] = (
         above_one("context_parallel_size"),
         "set --context-parallel-size 1",
     ),
-    _not_yet(
-        "etp",
-        "tensor parallelism inside experts",
-        "expert_tensor_parallel_size",
-        lambda config: (
-            above_one("expert_tensor_parallel_size")(config) and "expert_tensor_parallel_size" not in config.origins
-        ),
-        "set --expert-tensor-parallel-size 1",
-    ),
 )
 
 
 def _experts_not_divided(config: Any) -> bool:
     experts, ranks = config.num_moe_experts, config.expert_model_parallel_size
     return bool(experts) and ranks > 0 and experts % ranks != 0
+
+
+def _splits(ranks: str, *sizes: str, needs: Callable[[Any], bool] = bool) -> Callable[[Any], bool]:
+    """Violated if one of the `sizes` that are set is no multiple of the field `ranks`, in a model that `needs` it."""
+    return lambda config: (
+        needs(config) and any((getattr(config, name) or 0) % max(getattr(config, ranks) or 1, 1) for name in sizes)
+    )
+
+
+def _has_dense_layer(config: Any) -> bool:
+    return not config.num_moe_experts or (isinstance(config.moe_layer_freq, list) and 0 in config.moe_layer_freq)
 
 
 def _layer_pattern_wrong(config: Any) -> bool:
@@ -106,6 +101,66 @@ REFUSED: tuple[Rule, ...] = (
         _experts_not_divided,
         "every EP rank holds the same number of experts",
         "make --num-experts a multiple of --expert-model-parallel-size",
+    ),
+    Rule(
+        "tp-divides-heads",
+        "refused",
+        "attention heads that TP does not divide",
+        "num_attention_heads tensor_model_parallel_size",
+        _splits("tensor_model_parallel_size", "num_attention_heads"),
+        "every TP rank holds the same number of heads",
+        "make --num-attention-heads a multiple of --tensor-model-parallel-size",
+    ),
+    Rule(
+        "tp-divides-groups",
+        "refused",
+        "query groups that TP does not divide",
+        "num_query_groups tensor_model_parallel_size",
+        _splits("tensor_model_parallel_size", "num_query_groups"),
+        "every TP rank holds whole query groups, none is copied",
+        "make --num-query-groups a multiple of --tensor-model-parallel-size, or lower the latter",
+    ),
+    Rule(
+        "tp-divides-ffn",
+        "refused",
+        "a dense MLP that TP does not divide",
+        "ffn_hidden_size tensor_model_parallel_size",
+        _splits("tensor_model_parallel_size", "ffn_hidden_size", needs=_has_dense_layer),
+        "every TP rank holds the same share of the MLP",
+        "make --ffn-hidden-size a multiple of --tensor-model-parallel-size",
+    ),
+    Rule(
+        "tp-divides-shared-experts",
+        "refused",
+        "shared experts that TP does not divide",
+        "moe_shared_expert_intermediate_size tensor_model_parallel_size",
+        _splits("tensor_model_parallel_size", "moe_shared_expert_intermediate_size"),
+        "every TP rank holds the same share of the shared experts",
+        "make --moe-shared-expert-intermediate-size a multiple of --tensor-model-parallel-size",
+    ),
+    Rule(
+        "etp-divides-experts-ffn",
+        "refused",
+        "experts that ETP does not divide",
+        "moe_ffn_hidden_size expert_tensor_parallel_size",
+        _splits(
+            "expert_tensor_parallel_size", "moe_ffn_hidden_size", needs=lambda config: bool(config.num_moe_experts)
+        ),
+        "every ETP rank holds the same share of an expert",
+        "make --moe-ffn-hidden-size a multiple of --expert-tensor-parallel-size, which is the TP size if unset",
+    ),
+    Rule(
+        "etp-without-experts",
+        "refused",
+        "expert tensor parallelism of a dense model",
+        "expert_tensor_parallel_size num_moe_experts",
+        lambda config: (
+            not config.num_moe_experts
+            and above_one("expert_tensor_parallel_size")(config)
+            and "expert_tensor_parallel_size" not in config.origins
+        ),
+        "a dense model has no experts to split",
+        "set --num-experts or drop --expert-tensor-parallel-size",
     ),
     Rule(
         "moe-layer-pattern",

@@ -2,8 +2,10 @@
 
 Steps:
     1. finish the reductions over data parallel ranks, dense and expert;
-    2. sum the step counts of all modules in one all-reduce and hand them back (expert bias);
-    3. per-token loss: divide by the number of tokens of the global batch.
+    2. sum the gradients that tensor-parallel ranks have in parts: norms and biases on sequence shards, routers, the
+       gate of shared experts, norms of single heads;
+    3. sum the step counts of all modules in one all-reduce and hand them back (expert bias);
+    4. per-token loss: divide by the number of tokens of the global batch.
 """
 
 from collections.abc import Sequence
@@ -11,8 +13,11 @@ from collections.abc import Sequence
 import torch
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import get_main_grad
+from megatron.core.param_attrs import needs_sum_over_tp
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils.collectives import all_reduce
+from megatron.core.utils.groups import group_size
 
 
 def finalize_model_grads(
@@ -29,10 +34,30 @@ def finalize_model_grads(
     for chunk in model_chunks:
         chunk.finish_grad_sync()
     # Step 2
-    apply_step_counts(model_chunks, groups)
+    sum_partial_gradients(model_chunks, groups)
     # Step 3
+    apply_step_counts(model_chunks, groups)
+    # Step 4
     if num_tokens is not None:
         scale_by_token_count(model_chunks, num_tokens, groups)
+
+
+def sum_partial_gradients(model_chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
+    """Sum the main gradients marked in `param_attrs` over tensor-parallel ranks, with one all-reduce for each dtype."""
+    if group_size(groups.tp) == 1:
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for chunk in model_chunks:
+        for param in chunk.parameters():
+            if param.requires_grad and needs_sum_over_tp(param):
+                grad = get_main_grad(param)
+                by_dtype.setdefault(grad.dtype, []).append(grad)
+    for dtype in sorted(by_dtype, key=str):
+        grads = by_dtype[dtype]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        all_reduce(flat, groups.tp)
+        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(total.view_as(grad))
 
 
 def apply_step_counts(model_chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:

@@ -1,5 +1,8 @@
 """Linear layer whose output features are split over the tensor-parallel ranks.
 
+    rank 0   x --+-- A0 --> y0        forward   x is whole on every rank; under sequence parallelism it is gathered
+    rank 1   x --+-- A1 --> y1        backward  dx = sum of dy_r A_r; under sequence parallelism each rank keeps its rows
+
 Legend: s sequence, b batch, i input features, o output features, tp ranks of the group.
 """
 
@@ -11,7 +14,8 @@ from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.parameter import InitMethod, as_init_spec, new_parameter
 from megatron.core.param_attrs import InitSpec, ParamAttrs
-from megatron.core.tensor_parallel.partition import require_single_rank
+from megatron.core.tensor_parallel.linear_autograd import column_parallel_linear
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.utils.divide import divide
 from megatron.core.utils.groups import group_rank, group_size
 
@@ -25,11 +29,12 @@ class ColumnParallelLinear(MegatronModule):
         stride: Equal parts of the output that are cut one by one (2 for [gate; up]).
         skip_bias_add: Return the bias beside the output, for a fused add later.
         skip_weight_param_allocation: Own no weight; `forward` is given one (tied output layer).
-        is_expert: The weight belongs to a routed expert and `tp_group` is the expert tensor-parallel group.
+        is_expert: The weight belongs to a routed expert and `tp_group` is the expert tensor-parallel group. The layer
+            then communicates nothing: the dispatcher brings the tokens and sums the results.
         is_embedding_or_output: The weight follows the decoupled learning rate.
         tp_group: Ranks that share the matrix; None for this rank alone.
 
-    Raises: ConfigError if the group has more than one rank.
+    Raises: ConfigError if the group does not divide the output size.
     """
 
     def __init__(
@@ -49,9 +54,10 @@ class ColumnParallelLinear(MegatronModule):
         tp_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(config)
-        require_single_rank(tp_group, type(self).__name__)
         self.input_size, self.output_size = input_size, output_size
-        self.output_size_per_partition = divide(output_size, group_size(tp_group))
+        self.output_size_per_partition = stride * divide(output_size // stride, group_size(tp_group))
+        self.is_sequence_parallel = config.sequence_parallel
+        self.exchanges = group_size(tp_group) > 1 and not is_expert
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         self.tp_group = tp_group
 
@@ -75,10 +81,16 @@ class ColumnParallelLinear(MegatronModule):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Multiply; return the output and, with `skip_bias_add`, the bias that is not in it.
 
-        Shapes: input_ [..., i], weight [o/tp, i] -> [..., o/tp], bias [o/tp] or None.
+        Shapes: input_ [..., i], under sequence parallelism [s/tp, b, i]; weight [o/tp, i]
+            -> [..., o/tp] (with `gather_output` [..., o]), bias [o/tp] or None.
         """
         used = self.weight if weight is None else weight
         assert used is not None, f"{type(self).__name__} [{self.output_size}, {self.input_size}] was given no weight"
-        if self.skip_bias_add:
-            return F.linear(input_, used), self.bias
-        return F.linear(input_, used, self.bias), None
+        added, returned = (None, self.bias) if self.skip_bias_add else (self.bias, None)
+        if not self.exchanges:
+            return F.linear(input_, used, added), returned
+        assert self.tp_group is not None, "an exchange without a group"
+        output = column_parallel_linear(input_, used, added, self.tp_group, self.is_sequence_parallel)
+        if self.gather_output:
+            output = gather_from_tensor_model_parallel_region(output, self.tp_group)
+        return output, returned

@@ -6,7 +6,9 @@
 j runs over the real vocabulary only: rows that pad the table to a convenient size are left out of the sum and get a
 zero gradient, so that the loss does not depend on the padding. The maths is fp32 at least.
 
-Legend: s sequence, b batch, v padded vocabulary, r real vocabulary.
+Over several ranks the maximum is one all-reduce, the sum and the target's score together are another one.
+
+Legend: s sequence, b batch, v padded vocabulary of this rank, r its real rows (one column of -inf if it has none).
 """
 
 from typing import Any
@@ -15,7 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron.core.tensor_parallel.partition import require_single_rank
+from megatron.core.utils.collectives import MAX, all_reduce
+from megatron.core.utils.groups import group_rank, group_size
 from megatron.core.utils.upcast import wide_dtype
 
 
@@ -24,27 +27,58 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, num_real: int, dtype: torch.dtype
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        num_real: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         """Shapes: logits [s, b, v], target int64 [s, b] -> [s, b]."""
-        real = logits[..., :num_real].to(dtype)
-        shifted = real - real.amax(dim=-1, keepdim=True)
-        predicted = shifted.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        index, is_foreign, num_local = _place_targets(target, logits.shape[-1], num_real, group)
+        real = logits[..., : max(num_local, 1)].to(dtype)
+        if num_local == 0:
+            real = torch.full_like(real, -torch.inf)
+        peak = real.amax(dim=-1)
+        all_reduce(peak, group, MAX)
+        shifted = real - peak.unsqueeze(-1)
+        predicted = shifted.gather(-1, index.unsqueeze(-1)).squeeze(-1)
         softmax = shifted.exp_()
-        total = softmax.sum(dim=-1, keepdim=True)
-        softmax.div_(total)
-        ctx.save_for_backward(softmax, target)
-        ctx.num_filler, ctx.logits_dtype = logits.shape[-1] - num_real, logits.dtype
-        return total.squeeze(-1).log_().sub_(predicted)
+        total = softmax.sum(dim=-1)
+        if is_foreign is not None:
+            both = torch.stack([predicted.masked_fill(is_foreign, 0.0), total])
+            all_reduce(both, group)
+            predicted, total = both.unbind()
+        softmax.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(softmax, index, is_foreign)
+        ctx.num_filler, ctx.logits_dtype = logits.shape[-1] - real.shape[-1], logits.dtype
+        return total.log() - predicted
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Shapes: grad [s, b] -> [s, b, v]."""
         (grad,) = grad_outputs
-        softmax, target = ctx.saved_tensors
-        scale = grad.unsqueeze(-1)
-        result = (softmax * scale).scatter_add_(-1, target.unsqueeze(-1), -scale).to(ctx.logits_dtype)
-        return F.pad(result, (0, ctx.num_filler)) if ctx.num_filler else result, None, None, None
+        softmax, index, is_foreign = ctx.saved_tensors
+        at_target = grad if is_foreign is None else grad.masked_fill(is_foreign, 0.0)
+        result = (softmax * grad.unsqueeze(-1)).scatter_add_(-1, index.unsqueeze(-1), -at_target.unsqueeze(-1))
+        result = result.to(ctx.logits_dtype)
+        return F.pad(result, (0, ctx.num_filler)) if ctx.num_filler else result, None, None, None, None
+
+
+def _place_targets(
+    target: torch.Tensor, rows: int, num_real: int, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """Return (column of each target here, where it is another rank's, real rows of this rank): int64 and bool [s, b].
+
+    A foreign target points at column 0. On one rank nothing is foreign and the second result is None.
+    """
+    if group_size(group) == 1:
+        return target, None, num_real
+    first = group_rank(group) * rows
+    num_local = min(max(num_real - first, 0), rows)
+    local = target - first
+    is_foreign = (local < 0) | (local >= num_local)
+    return local.masked_fill(is_foreign, 0), is_foreign, num_local
 
 
 def vocab_parallel_cross_entropy(
@@ -55,15 +89,14 @@ def vocab_parallel_cross_entropy(
     true_vocab_size: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return the loss of each token.
+    """Return the loss of each token, the same on all ranks of the group.
 
-    Shapes: vocab_parallel_logits [s, b, v], target int64 [s, b] -> [s, b].
+    Shapes: vocab_parallel_logits [s, b, v], target int64 [s, b] (ids of the whole vocabulary) -> [s, b].
     Dtype:  computed and returned in `dtype`; by default fp32, or fp64 for fp64 logits.
     Memory: keeps the softmax [s, b, r] in that dtype for backward.
-    Args: true_vocab_size is r, by default v.
-    Raises: ConfigError if the group has more than one rank.
+    Args: true_vocab_size counts the real rows of all ranks, by default all rows are real.
     """
-    require_single_rank(tp_group, "vocab_parallel_cross_entropy")
-    num_real = vocab_parallel_logits.shape[-1] if true_vocab_size is None else true_vocab_size
+    num_rows = vocab_parallel_logits.shape[-1] * group_size(tp_group)
+    num_real = num_rows if true_vocab_size is None else true_vocab_size
     used_dtype = wide_dtype(vocab_parallel_logits.dtype) if dtype is None else dtype
-    return _VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, num_real, used_dtype)
+    return _VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, num_real, used_dtype, tp_group)

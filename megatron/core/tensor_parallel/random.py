@@ -20,7 +20,7 @@ parameter's name.
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy
@@ -138,6 +138,14 @@ _STATE = _RandomState()
 def get_cuda_rng_tracker() -> RngStatesTracker:
     """The tracker of this process; it serves the device that was seeded last, the CPU before that."""
     return _STATE.tracker
+
+
+def random_region(differs: bool) -> AbstractContextManager[None]:
+    """Where tensor parallel ranks hold different data (`differs`) draw different numbers, elsewhere equal ones.
+
+    Regions do not nest: the inner one would draw what the outer one draws again.
+    """
+    return get_cuda_rng_tracker().fork() if differs else nullcontext()
 
 
 def get_base_seed() -> int:

@@ -1,5 +1,8 @@
 """Linear layer whose input features are split over the tensor-parallel ranks.
 
+    rank 0   x0 -- A0 --+         forward   y = sum of x_r A_r^T; under sequence parallelism each rank keeps its rows
+    rank 1   x1 -- A1 --+--> y    backward  dy is whole on every rank; under sequence parallelism it is gathered
+
 Legend: s sequence, b batch, i input features, o output features, tp ranks of the group.
 """
 
@@ -11,7 +14,11 @@ from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.parameter import InitMethod, as_init_spec, new_parameter
 from megatron.core.param_attrs import InitSpec, ParamAttrs
-from megatron.core.tensor_parallel.partition import require_single_rank
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
 from megatron.core.utils.divide import divide
 from megatron.core.utils.groups import group_rank, group_size
 
@@ -23,10 +30,11 @@ class RowParallelLinear(MegatronModule):
         init_method: Recipe of the whole matrix.
         input_is_parallel: The input holds this rank's features only, as a column-parallel layer leaves them.
         skip_bias_add: Return the bias beside the output, for a fused add later.
-        is_expert: The weight belongs to a routed expert and `tp_group` is the expert tensor-parallel group.
+        is_expert: The weight belongs to a routed expert and `tp_group` is the expert tensor-parallel group. The layer
+            then communicates nothing: its output is a summand, which the dispatcher adds to the others.
         tp_group: Ranks that share the matrix; None for this rank alone.
 
-    Raises: ConfigError if the group has more than one rank.
+    Raises: ConfigError if the group does not divide the input size.
     """
 
     def __init__(
@@ -43,11 +51,12 @@ class RowParallelLinear(MegatronModule):
         tp_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(config)
-        require_single_rank(tp_group, type(self).__name__)
         self.input_size, self.output_size = input_size, output_size
         self.input_size_per_partition = divide(input_size, group_size(tp_group))
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.tp_group = tp_group
+        self.is_sequence_parallel = config.sequence_parallel
+        self.exchanges = group_size(tp_group) > 1 and not is_expert
         weight_attrs = ParamAttrs(
             as_init_spec(init_method),
             partition_dim=1,
@@ -64,8 +73,23 @@ class RowParallelLinear(MegatronModule):
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Multiply; return the output and, with `skip_bias_add`, the bias that is not in it.
 
-        Shapes: input_ [..., i/tp] -> [..., o], bias [o] or None.
+        Shapes: input_ [..., i/tp], or [..., i] without `input_is_parallel` -> [..., o], under sequence parallelism
+            [s/tp, b, o]; bias [o] or None.
         """
+        output = F.linear(self._own_part(input_), self.weight)
+        if self.exchanges:
+            leave = (
+                reduce_scatter_to_sequence_parallel_region
+                if self.is_sequence_parallel
+                else reduce_from_tensor_model_parallel_region
+            )
+            output = leave(output, self.tp_group)
         if self.skip_bias_add:
-            return F.linear(input_, self.weight), self.bias
-        return F.linear(input_, self.weight, self.bias), None
+            return output, self.bias
+        return (output if self.bias is None else output + self.bias), None
+
+    def _own_part(self, input_: torch.Tensor) -> torch.Tensor:
+        """Input features of this rank: [..., i/tp] or [..., i] -> [..., i/tp]."""
+        if self.input_is_parallel or not self.exchanges:
+            return input_
+        return scatter_to_tensor_model_parallel_region(input_, self.tp_group)

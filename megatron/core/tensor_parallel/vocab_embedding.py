@@ -11,15 +11,22 @@ from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.parameter import InitMethod, as_init_spec, new_parameter
 from megatron.core.param_attrs import ParamAttrs
-from megatron.core.tensor_parallel.partition import require_single_rank
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.utils.divide import divide
 from megatron.core.utils.groups import group_rank, group_size
 
 
 class VocabParallelEmbedding(MegatronModule):
-    """Table [v, h] cut along v; ids outside this rank's rows contribute zero.
+    """Table [v, h] cut along v; ids outside this rank's rows contribute zero to the sum over the ranks.
 
-    Raises: ConfigError if the group has more than one rank.
+    Args:
+        reduce_scatter_embeddings: Leave the sum as sequence shards [s/tp, b, h] instead of [b, s, h] on all ranks.
+        tp_group: Ranks that share the table; None for this rank alone.
+
+    Raises: ConfigError if the group does not divide the rows.
     """
 
     def __init__(
@@ -29,13 +36,13 @@ class VocabParallelEmbedding(MegatronModule):
         *,
         init_method: InitMethod,
         config: TransformerConfig,
+        reduce_scatter_embeddings: bool = False,
         tp_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(config)
-        require_single_rank(tp_group, type(self).__name__)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.num_embeddings_per_partition = divide(num_embeddings, group_size(tp_group))
-        self.tp_group = tp_group
+        self.reduce_scatter_embeddings, self.tp_group = reduce_scatter_embeddings, tp_group
         attrs = ParamAttrs(
             as_init_spec(init_method),
             partition_dim=0,
@@ -48,9 +55,22 @@ class VocabParallelEmbedding(MegatronModule):
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Look ids up.
 
-        Shapes: input_ int64 [b, s] -> [b, s, h].
+        Shapes: input_ int64 [b, s] -> [b, s, h], with `reduce_scatter_embeddings` [s/tp, b, h].
         """
+        if group_size(self.tp_group) == 1:
+            output = self._rows(input_)
+            return output.transpose(0, 1).contiguous() if self.reduce_scatter_embeddings else output
+        first = group_rank(self.tp_group) * self.num_embeddings_per_partition
+        local = input_ - first
+        is_foreign = (local < 0) | (local >= self.num_embeddings_per_partition)
+        output = self._rows(local.masked_fill(is_foreign, 0)).masked_fill(is_foreign.unsqueeze(-1), 0.0)
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(output.transpose(0, 1), self.tp_group)
+        return reduce_from_tensor_model_parallel_region(output, self.tp_group)
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the local table: int64 [b, s] -> [b, s, h]."""
         if self.config.deterministic_mode:
             # Indexing has a repeatable backward on a GPU, F.embedding has not.
-            return self.weight[input_]
-        return F.embedding(input_, self.weight)
+            return self.weight[ids]
+        return F.embedding(ids, self.weight)

@@ -4,9 +4,13 @@ The QKV matrix holds the heads group by group. With 4 query heads in 2 groups it
 
     [ q0 q1 k0 v0 | q2 q3 k1 v1 ]        each entry kv_channels rows
 
-so that a cut over tensor-parallel ranks keeps whole groups together. Query head i uses key and value head i // r.
+so that a cut over tensor-parallel ranks keeps whole groups together: heads and groups are multiples of the ranks. Query
+head i uses key and value head i // r.
 
-Legend: s sequence, b batch, h width, n query heads, g groups (key and value heads), r = n / g, d channels of a head.
+Under sequence parallelism input and output are this rank's shard of the sequence; the heads see all of it.
+
+Legend: s sequence, b batch, h width, n query heads and g groups (key and value heads) of this rank, r = n / g, d channels
+of a head.
 """
 
 from dataclasses import dataclass
@@ -19,6 +23,7 @@ from megatron.core.fusions.fused_rope import RotaryTables, apply_rotary
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.parameter import hidden_init, output_init
 from megatron.core.module_api.spec_utils import build_module
+from megatron.core.param_attrs import sum_gradient_over_tp
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -95,6 +100,9 @@ class SelfAttention(MegatronModule):
         norm = {"config": config, "hidden_size": head, "eps": config.layernorm_epsilon}
         self.q_layernorm = build_module(submodules.q_layernorm, **norm)
         self.k_layernorm = build_module(submodules.k_layernorm, **norm)
+        for head_norm in (self.q_layernorm, self.k_layernorm):
+            for param in head_norm.parameters():
+                sum_gradient_over_tp(param)  # a rank sees its own heads only
 
     def forward(
         self,

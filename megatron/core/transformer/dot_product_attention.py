@@ -9,7 +9,7 @@ Legend: s sequence, b batch, n query heads, g key and value heads (groups), d ch
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.fusions.fused_softmax import scale_mask_softmax
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import random_region
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.utils.device import resolve_device
 
@@ -87,11 +87,11 @@ class DotProductAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
     ) -> torch.Tensor:
         """[b, n, s, d], [b, g, s, d] -> [b, n, s, d] by one of torch's kernels."""
-        dropout = self.dropout_prob if self.training else 0.0
+        dropout = self.dropout_prob if self.training else 0.0  # heads are split over tensor-parallel ranks
         kept = None
         if mask is not None:
             kept = ~(mask | _later_positions(query.shape[2], query.device) if is_causal else mask)
-        with _random_region(dropout), nullcontext() if self.kernels is None else sdpa_kernel(self.kernels):
+        with random_region(dropout > 0.0), nullcontext() if self.kernels is None else sdpa_kernel(self.kernels):
             return F.scaled_dot_product_attention(
                 query,
                 key,
@@ -116,7 +116,7 @@ class DotProductAttention(MegatronModule):
         scores = torch.matmul(query * (self.scale / self.score_divisor), key.transpose(2, 3))
         probs = scale_mask_softmax(scores, mask, self.score_divisor, self.softmax_in_fp32)
         dropout = self.dropout_prob if self.training else 0.0
-        with _random_region(dropout):
+        with random_region(dropout > 0.0):
             probs = F.dropout(probs, dropout, self.training)
         return torch.matmul(probs, value)
 
@@ -144,8 +144,3 @@ def _kernels(config: TransformerConfig) -> list[SDPBackend] | None:
 def _later_positions(size: int, device: torch.device) -> torch.Tensor:
     """Return bool [s, s], True where the key comes after the query."""
     return torch.ones(size, size, dtype=torch.bool, device=device).triu_(1)
-
-
-def _random_region(dropout: float) -> AbstractContextManager[None]:
-    """Heads are split over tensor-parallel ranks, so that dropout draws from the state that differs between them."""
-    return get_cuda_rng_tracker().fork() if dropout > 0.0 else nullcontext()

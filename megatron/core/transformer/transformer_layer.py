@@ -8,7 +8,9 @@
 
 `forward` runs the stages in line, so that there is one implementation of a layer. A dense MLP runs in `post`.
 
-Legend: s sequence, b batch, h width, R rows at the experts of this rank.
+Under sequence parallelism everything outside attention and MLP works on this rank's shard of the sequence.
+
+Legend: s sequence (of this rank), b batch, h width, R rows at the experts of this rank.
 """
 
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.spec_utils import build_module, get_module
 from megatron.core.pipeline_parallel.overlap.protocol import DispatchInputs, ExchangingMLP, LayerCall
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import random_region
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils.upcast import upcast
 
@@ -131,7 +134,9 @@ class TransformerLayer(MegatronModule):
         self, bda: Any, output_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor
     ) -> torch.Tensor:
         """End a residual branch: output [s, b, h], bias [h], residual [s, b, h] -> [s, b, h]."""
-        return bda(self.training, True)(output_with_bias, residual, self.hidden_dropout)
+        draws = self.training and self.hidden_dropout > 0.0
+        with random_region(draws and self.config.sequence_parallel):
+            return bda(self.training, True)(output_with_bias, residual, self.hidden_dropout)
 
 
 def _build_mlp(spec: Any, config: TransformerConfig, layer_number: int, groups: ProcessGroupCollection) -> Any:

@@ -74,23 +74,29 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None, group_src: 
 
 
 def reduce_scatter(
-    output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = SUM
-) -> None:
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    op: dist.ReduceOp.RedOpType = SUM,
+    async_op: bool = False,
+) -> dist.Work | None:
     """Reduce `tensor` [n * size, ...] over `group` and keep slice `rank` of it in `output` [n, ...]."""
     if group_size(group) == 1:
         output.copy_(tensor)
-        return
+        return None
     last_collective.note("reduce_scatter", group)
-    _reduce_scatter(output, tensor, op=op, group=group)
+    return _reduce_scatter(output, tensor, op=op, group=group, async_op=async_op)
 
 
-def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+def all_gather(
+    output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None, async_op: bool = False
+) -> dist.Work | None:
     """Put the ranks' `tensor` [n, ...] below each other, in rank order, into `output` [n * size, ...]."""
     if group_size(group) == 1:
         output.copy_(tensor)
-        return
+        return None
     last_collective.note("all_gather", group)
-    _all_gather(output, tensor, group=group)
+    return _all_gather(output, tensor, group=group, async_op=async_op)
 
 
 def all_to_all(

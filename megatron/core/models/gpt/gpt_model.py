@@ -21,6 +21,7 @@ from megatron.core.module_api.parameter import hidden_init
 from megatron.core.module_api.spec_utils import ModuleSpec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.utils.groups import group_size
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
 _POSITION_TYPES = ("learned_absolute", "rope", "none")
@@ -133,8 +134,9 @@ class GPTModel(LanguageModule):
         training loop applies the mask.
 
         Shapes: input_ids, position_ids, labels int64 [b, s]; attention_mask bool broadcastable to [b, 1, s, s],
-            True = masked; decoder_input [s, b, h] in place of the embedding; padding_mask bool [b, s], True = padding
-            -> losses fp32 [b, s], or logits [b, s, v], or hidden states [s, b, h].
+            True = masked; decoder_input [s, b, h] (sequence parallel: this rank's shard of s) in place of the embedding; padding_mask bool [b, s], True = padding
+            -> losses fp32 [b, s], or logits [b, s, v] (with `parallel_output` this rank's columns), or hidden states
+            [s, b, h].
         """
         del loss_mask
         if decoder_input is None and self.pre_process:
@@ -148,7 +150,9 @@ class GPTModel(LanguageModule):
             return None
         hidden_states = self.decoder.input_tensor if decoder_input is None else decoder_input
         assert hidden_states is not None, "decoder_input=None: a chunk without embedding needs set_input_tensor first"
-        return self.rotary_pos_emb.get_tables(hidden_states.shape[0], self.config.params_dtype, hidden_states.device)
+        shards = group_size(self.pg_collection.tp) if self.config.sequence_parallel else 1
+        length = hidden_states.shape[0] * shards  # attention sees the whole sequence
+        return self.rotary_pos_emb.get_tables(length, self.config.params_dtype, hidden_states.device)
 
     def _output(self, hidden_states: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
         """Project and score: hidden_states [s, b, h], labels [b, s] -> losses [b, s], or logits [b, s, v]."""

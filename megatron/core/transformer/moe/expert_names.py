@@ -7,7 +7,6 @@ Expert parallelism gives rank r of W the experts r * n ... r * n + n - 1. A para
 
 import re
 
-from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils.groups import group_rank, group_size
 
@@ -41,7 +40,6 @@ class ExpertNumbering:
         return f"{stem}{self.first_expert + int(index)}"
 
 
-def is_reduced_like_dense(config: TransformerConfig, groups: ProcessGroupCollection) -> bool:
+def is_reduced_like_dense(groups: ProcessGroupCollection) -> bool:
     """True if an expert's gradient is reduced over the same ranks as a dense parameter's (EP 1 and ETP = TP)."""
-    same_tp = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
-    return group_size(groups.ep) == 1 and same_tp
+    return group_size(groups.ep) == 1 and group_size(groups.expt_tp) == group_size(groups.tp)

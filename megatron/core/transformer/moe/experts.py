@@ -41,7 +41,7 @@ class SequentialMLP(ExpertNumbering, MegatronModule):
             for _ in range(num_local_experts)
         )
         for param in self.parameters():
-            param.allreduce = is_reduced_like_dense(config, groups)  # type: ignore[attr-defined]
+            param.allreduce = is_reduced_like_dense(groups)  # type: ignore[attr-defined]
 
     def forward(
         self,
@@ -52,7 +52,7 @@ class SequentialMLP(ExpertNumbering, MegatronModule):
     ) -> tuple[torch.Tensor, None]:
         """Run every row through its expert: rows [R, h], tokens_per_expert int [n], probs [R] -> [R, h].
 
-        An expert without rows runs on an empty tensor, so that its weights receive gradients of zeros.
+        With ETP the result is a summand; the dispatcher adds those of the other ranks. An expert without rows runs on an empty tensor, so that its weights receive gradients of zeros.
         Host: one wait for the counts on a GPU, unless they are given on the host.
         """
         counts = tokens_per_expert.tolist() if host_tokens_per_expert is None else host_tokens_per_expert

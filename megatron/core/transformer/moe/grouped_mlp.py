@@ -8,7 +8,10 @@ without a copy they are allocated as the slices of one [n, out, in] storage, and
 another device or dtype. Whoever rebinds a parameter's data (a flat parameter buffer) keeps this property by laying
 the experts out at equal distances; else the kernel's operand is copied together in each pass, with the same result.
 
-Legend: R rows sorted by expert, h width, f inner width, n experts of this rank, e global expert id.
+Expert tensor parallelism cuts fc1 along its output and fc2 along its input. The module then computes a summand of the
+result and communicates nothing: the dispatcher brings every row to all shards of its expert and adds their results.
+
+Legend: R rows sorted by expert, h width, f inner width of this rank, n experts of this rank, e global expert id.
 """
 
 from collections.abc import Callable
@@ -23,6 +26,8 @@ from megatron.core.module_api.parameter import hidden_init, new_parameter, outpu
 from megatron.core.param_attrs import InitSpec, ParamAttrs
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.expert_names import ExpertNumbering, is_reduced_like_dense
+from megatron.core.utils.divide import divide
+from megatron.core.utils.groups import group_rank, group_size
 
 
 class GroupedLinear(MegatronModule):
@@ -96,10 +101,14 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
         assert submodules is None, f"submodules={submodules}: GroupedMLP is made of no submodules"
         groups = self.number_experts(num_local_experts, pg_collection)
         width = config.moe_ffn_hidden_size
+        assert width is not None, "moe_ffn_hidden_size=None: experts need a width"
         parts = 2 if config.gated_linear_unit else 1
-        fc1 = ParamAttrs(hidden_init(config), partition_dim=0, num_parts=parts, is_expert=True)
-        fc2 = ParamAttrs(output_init(config), partition_dim=1, is_expert=True)
-        has_bias, allreduce = config.add_bias_linear, is_reduced_like_dense(config, groups)
+        full, width = width, divide(width, group_size(groups.expt_tp))
+        place = {"partition_rank": group_rank(groups.expt_tp), "is_expert": True}
+        fc1_shape, fc2_shape = (parts * full, config.hidden_size), (config.hidden_size, full)
+        fc1 = ParamAttrs(hidden_init(config), partition_dim=0, num_parts=parts, full_shape=fc1_shape, **place)
+        fc2 = ParamAttrs(output_init(config), partition_dim=1, full_shape=fc2_shape, **place)
+        has_bias, allreduce = config.add_bias_linear, is_reduced_like_dense(groups)
         self.linear_fc1 = GroupedLinear(
             config,
             num_local_experts,

@@ -9,7 +9,7 @@
 `forward` is these five in line. Tensors with gradient are passed explicitly; everything else of a microbatch is in the
 `DispatchState`, so that several microbatches can be in the layer at once.
 
-Legend: s sequence, b batch, h width, T = s * b tokens, S rows sent, R rows at the experts of this rank.
+Legend: s sequence of this rank, b batch, h width, T = s * b tokens, S rows sent, R rows at the experts of this rank.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.spec_utils import build_module
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import own_rows
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -59,6 +60,7 @@ class MoELayer(MegatronModule):
         groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
         specs = MoESubmodules() if submodules is None else submodules
         self.layer_number = layer_number
+        self.sequence_group = groups.tp if config.sequence_parallel else None
         self.router = TopKRouter(config, pg_collection=groups, layer_number=layer_number)
         self.token_dispatcher = build_dispatcher(config, groups)
         experts = specs.experts or (GroupedMLP if config.moe_grouped_gemm else SequentialMLP)
@@ -71,7 +73,10 @@ class MoELayer(MegatronModule):
     def forward(
         self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, None]:
-        """Run the layer: hidden [s, b, h], padding mask bool [b, s] (True = padding) -> [s, b, h] and no bias."""
+        """Run the layer: hidden [s, b, h], padding mask bool [b, s] (True = padding) -> [s, b, h] and no bias.
+
+        Under sequence parallelism hidden is this rank's shard of the sequence and the mask that of the whole sequence.
+        """
         rows, probs, shared_output, state = self.route_and_preprocess(hidden_states, padding_mask)
         rows, probs = self.dispatch(rows, probs, state)
         rows = self.experts_compute(rows, probs, state)
@@ -82,7 +87,9 @@ class MoELayer(MegatronModule):
         self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, DispatchState]:
         """Step 1: [s, b, h], mask bool [b, s] -> rows [S, h], probs [S], shared output [s, b, h] or None, state."""
-        mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool().contiguous()
+        mask = None
+        if padding_mask is not None:
+            mask = own_rows(padding_mask.transpose(0, 1).bool().contiguous(), self.sequence_group)
         probs, routing_map = self.router(hidden, mask)
         shared_output = None if self.shared_experts is None else self.shared_experts(hidden)
         tokens = hidden.reshape(-1, hidden.shape[-1])  # [s, b, h] -> [T, h]

@@ -28,7 +28,11 @@ from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.parameter import hidden_init, new_parameter
 from megatron.core.param_attrs import ParamAttrs
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+    random_region,
+)
 from megatron.core.transformer.moe.capacity import apply_capacity, expert_capacity
 from megatron.core.transformer.moe.exact_buffers import ExactBuffersModule
 from megatron.core.transformer.moe.load_balance import LoadBalancer
@@ -116,7 +120,8 @@ class TopKRouter(MegatronModule, ExactBuffersModule):
         eps = self.config.moe_input_jitter_eps
         if not eps or not self.training:
             return hidden_states
-        return hidden_states * torch.empty_like(hidden_states).uniform_(1.0 - eps, 1.0 + eps)
+        with random_region(self.config.sequence_parallel):
+            return hidden_states * torch.empty_like(hidden_states).uniform_(1.0 - eps, 1.0 + eps)
 
     def gate(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits in the router dtype, never narrower than the parameters: [s, B, h] -> [s, B, E]."""

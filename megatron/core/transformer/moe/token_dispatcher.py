@@ -16,7 +16,10 @@ the tree is answered by `traits`: nothing else asks a dispatcher for its name.
 
 To add one: a module in `dispatchers/` with a subclass, and a line in `DISPATCHERS`.
 
-Legend: T tokens, h width, E experts, n experts of this rank, S rows sent, R rows at the experts.
+With expert tensor parallelism (ETP) each row goes to all shards of its expert, and combine adds up what they return; under
+sequence parallelism the tokens of a rank are its shard of the sequence.
+
+Legend: T tokens of this rank, h width, E experts, n experts of this rank, S rows sent, R rows at the experts.
 """
 
 import abc
@@ -110,6 +113,9 @@ class MoETokenDispatcher(abc.ABC):
         self.config = config
         self.ep_group = groups.ep
         self.ep_size = group_size(groups.ep)
+        self.etp_group = groups.expt_tp
+        self.etp_size = group_size(groups.expt_tp)
+        self.expert_ranks_group = groups.tp_ep
         self.num_experts = num_local_experts * self.ep_size
         self.num_local_experts = num_local_experts
         self.local_expert_indices = list(local_expert_indices)
@@ -126,6 +132,11 @@ class MoETokenDispatcher(abc.ABC):
         wanted = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype or "")
         params = self.config.params_dtype
         return params if wanted is None else torch.promote_types(wanted, params)
+
+    @property
+    def has_all_experts(self) -> bool:
+        """True if every expert of the layer is on this rank, whole."""
+        return self.ep_size == 1 and self.etp_size == 1
 
     @property
     def is_dropless(self) -> bool:

@@ -9,6 +9,9 @@ fewer tokens than others are padded to the largest count by rows that no expert 
 Host: one wait per layer for the counts; none if every expert is padded to its capacity, or if all experts are on this
 rank and nothing is dropped.
 
+The group is that of expert and expert tensor parallelism together: the sum that combines the experts' results also adds
+up the summands that the shards of one expert made.
+
 Legend: T tokens of this rank, P tokens of the rank that has most, h width, E experts, n experts per rank, W ranks,
 R rows at the experts.
 """
@@ -45,7 +48,7 @@ class AllGatherState(DispatchState):
 
 
 class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
-    """Gathers all tokens of the expert-parallel group on every rank."""
+    """Gathers all tokens of the ranks that together hold all experts on every one of them."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
@@ -59,7 +62,7 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
     @property
     def traits(self) -> DispatcherTraits:
         """Traits in this configuration."""
-        is_local = self.ep_size == 1 and self.is_dropless
+        is_local = self.has_all_experts and self.is_dropless
         return DispatcherTraits(
             host_sync_free=self.is_padded or is_local,
             static_shapes=self.is_padded or is_local,
@@ -85,7 +88,7 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         )
         if self.is_padded:
             self._set_padded_counts(state)
-        elif self.ep_size == 1 and self.is_dropless:
+        elif self.has_all_experts and self.is_dropless:
             state.tokens_per_expert = routing_map.sum(dim=0)
         else:
             self._exchange_counts(state)
@@ -101,12 +104,12 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         num_tokens, device = state.num_tokens, state.routing_map.device
         # A CPU group waits for every collective anyway, so there the agreement is checked each time.
         if num_tokens not in self._agreed_tokens or device.type == "cpu":
-            require_equal_tokens(num_tokens, self.ep_group, device)
+            require_equal_tokens(num_tokens, self.expert_ranks_group, device)
             self._agreed_tokens.add(num_tokens)
         factor = self.config.moe_expert_capacity_factor
         assert factor is not None, "padding to capacity without a capacity factor"
         capacity = min(expert_capacity(num_tokens * self.topk, self.num_experts, factor), num_tokens)
-        per_expert = capacity * self.ep_size
+        per_expert = capacity * self.ep_size * self.etp_size
         state.num_rows = per_expert * self.num_local_experts
         state.host_tokens_per_expert = [per_expert] * self.num_local_experts
         state.tokens_per_expert = torch.full((self.num_local_experts,), per_expert, dtype=torch.int64, device=device)
@@ -115,7 +118,8 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         """Learn every rank's token count and the rows of the local experts. Host: one wait."""
         num_local, routing_map = self.num_local_experts, state.routing_map
         num_tokens = torch.full((1,), state.num_tokens, dtype=torch.int64, device=routing_map.device)
-        table = gather_rows(torch.cat([routing_map.sum(dim=0), num_tokens]).unsqueeze(0), self.ep_group)  # [W, E + 1]
+        local = torch.cat([routing_map.sum(dim=0), num_tokens])
+        table = gather_rows(local.unsqueeze(0), self.expert_ranks_group)  # [W, E + 1]
         first = group_rank(self.ep_group) * num_local
         state.tokens_per_expert = table[:, first : first + num_local].sum(dim=0)
         values = HostCounts(torch.cat([state.tokens_per_expert, table[:, -1]])).wait()
@@ -127,8 +131,8 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         self, rows: torch.Tensor, probs: torch.Tensor, state: AllGatherState
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather hidden [P, h], probs [P, E] -> [W * P, h], [W * P, E]; the map is gathered into the state."""
-        state.routing_map = gather_rows(state.routing_map.view(torch.uint8), self.ep_group).view(torch.bool)
-        return gather_rows(rows, self.ep_group), gather_rows(probs, self.ep_group)
+        state.routing_map = gather_rows(state.routing_map.view(torch.uint8), self.expert_ranks_group).view(torch.bool)
+        return gather_rows(rows, self.expert_ranks_group), gather_rows(probs, self.expert_ranks_group)
 
     def dispatch_postprocess(
         self, rows: torch.Tensor, probs: torch.Tensor, state: AllGatherState
@@ -136,7 +140,7 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         """Keep the rows of local experts: [W * P, h], [W * P, E] -> rows [R, h], tokens_per_expert int64 [n], [R]."""
         first = group_rank(self.ep_group) * self.num_local_experts
         local = slice(first, first + self.num_local_experts)
-        is_uniform = self.ep_size == 1 and self.is_dropless
+        is_uniform = self.has_all_experts and self.is_dropless
         order = build_row_order(state.routing_map[:, local], state.num_rows, self.topk if is_uniform else None)
         state.order = order
         rows, row_probs = permute(rows, probs[:, local], order)
@@ -150,7 +154,7 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
 
     def token_combine(self, rows: torch.Tensor, state: AllGatherState) -> torch.Tensor:
         """Sum over the ranks, keeping this rank's tokens: [W * P, h] -> [P, h]."""
-        return reduce_rows(rows, self.ep_group)
+        return reduce_rows(rows, self.expert_ranks_group)
 
     def combine_postprocess(self, rows: torch.Tensor, state: AllGatherState) -> torch.Tensor:
         """Cut off padding: [P, h] -> [T, h]."""

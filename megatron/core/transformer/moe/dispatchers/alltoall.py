@@ -3,13 +3,16 @@
     rank 0  rows for [e0 e1 | e2 e3] --+-- all-to-all --> [from 0: e0 e1 | from 1: e0 e1] --sort--> [e0 e0 | e1 e1]
     rank 1  rows for [e0 e1 | e2 e3] --+-- all-to-all --> [from 0: e2 e3 | from 1: e2 e3] --sort--> [e2 e2 | e3 e3]
 
-Rows at the experts are ordered by expert, then source rank, then token. Row counts differ from rank to rank, zero
-included. With one expert per rank there is nothing to sort and the experts read the received rows themselves.
+With expert tensor parallelism (ETP) rank r of every ETP group exchanges with the ranks r of the others; the shards of an
+expert then give each other the rows that each received, and combine adds up their results before rows travel back.
+
+Rows at the experts are ordered by expert, then source (ETP rank, EP rank), then token. Row counts differ from rank to
+rank, zero included. With one expert per rank there is nothing to sort and the experts read the received rows themselves.
 
 Host: one wait per layer for the row counts; none if every expert is padded to its capacity, or if all experts are on
 this rank and nothing is dropped.
 
-Legend: T tokens, h width, E experts, n experts per rank, W ranks, S rows sent, R rows received.
+Legend: T tokens, h width, E experts, n experts per rank, W ranks, S rows sent, R rows at the experts of this rank.
 """
 
 import dataclasses
@@ -17,7 +20,7 @@ import dataclasses
 import torch
 
 from megatron.core.transformer.moe.capacity import expert_capacity
-from megatron.core.transformer.moe.dispatchers.exchange import exchange_rows
+from megatron.core.transformer.moe.dispatchers.exchange import exchange_rows, gather_uneven_rows, reduce_uneven_rows
 from megatron.core.transformer.moe.dispatchers.token_counts import (
     PendingCounts,
     RowCounts,
@@ -65,7 +68,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     @property
     def traits(self) -> DispatcherTraits:
         """Traits in this configuration."""
-        is_local = self.ep_size == 1 and self.is_dropless
+        is_local = self.has_all_experts and self.is_dropless
         return DispatcherTraits(
             host_sync_free=self.is_padded or is_local,
             static_shapes=self.is_padded or is_local,
@@ -79,7 +82,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     @property
     def _is_sorted_on_arrival(self) -> bool:
-        return self.ep_size == 1 or self.num_local_experts == 1
+        return self.has_all_experts or self.num_local_experts == 1
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -89,10 +92,10 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         pending = None
         if self.is_padded:
             counts = self._padded_counts(num_tokens, routing_map.device)
-        elif self.ep_size == 1 and self.is_dropless:
+        elif self.has_all_experts and self.is_dropless:
             counts = local_counts(routing_map, num_tokens * self.topk)
         else:
-            pending = PendingCounts(routing_map, self.num_local_experts, self.ep_group)
+            pending = PendingCounts(routing_map, self.num_local_experts, self.ep_group, self.etp_group)
             counts = None if self.is_dropless else pending.wait()
         num_rows = num_tokens * self.topk if counts is None else sum(counts.send)
         order = build_row_order(routing_map, num_rows, self.topk if self.is_dropless else None)
@@ -100,7 +103,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         if counts is None:
             assert pending is not None, "neither counts nor a read under way"
             counts = pending.wait()
-        shuffle = None if self._is_sorted_on_arrival else regroup_by_expert(counts.recv_table, sum(counts.recv))
+        shuffle = None if self._is_sorted_on_arrival else regroup_by_expert(counts.recv_table, sum(counts.shard_rows))
         state = AllToAllState(
             num_tokens=num_tokens,
             hidden_dtype=hidden_states.dtype,
@@ -116,19 +119,23 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         """Counts of a map padded to capacity. A token count is agreed on with the other ranks when it is first seen."""
         # A CPU group waits for every collective anyway, so there the agreement is checked each time.
         if num_tokens not in self._agreed_tokens or device.type == "cpu":
-            require_equal_tokens(num_tokens, self.ep_group, device)
+            require_equal_tokens(num_tokens, self.expert_ranks_group, device)
             self._agreed_tokens.add(num_tokens)
         factor = self.config.moe_expert_capacity_factor
         assert factor is not None, "padding to capacity without a capacity factor"
         capacity = min(expert_capacity(num_tokens * self.topk, self.num_experts, factor), num_tokens)
-        return constant_counts(capacity, self.num_local_experts, self.ep_group, device)
+        return constant_counts(capacity, self.num_local_experts, self.ep_group, self.etp_group, device)
 
     def token_dispatch(
         self, rows: torch.Tensor, probs: torch.Tensor, state: AllToAllState
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange rows [S, h] and probs [S] -> [R, h], [R], ordered by source rank."""
-        send, recv = state.counts.send, state.counts.recv
-        return exchange_rows(rows, send, recv, self.ep_group), exchange_rows(probs, send, recv, self.ep_group)
+        """Exchange rows [S, h] and probs [S] -> [R, h], [R], ordered by shard of the experts, then source rank."""
+        return self._to_experts(rows, state.counts), self._to_experts(probs, state.counts)
+
+    def _to_experts(self, rows: torch.Tensor, counts: RowCounts) -> torch.Tensor:
+        """Send [S, ...] to the ranks of the experts, then give all shards what each received -> [R, ...]."""
+        received = exchange_rows(rows, counts.send, counts.recv, self.ep_group)
+        return gather_uneven_rows(received, counts.shard_rows, self.etp_group)
 
     def dispatch_postprocess(
         self, rows: torch.Tensor, probs: torch.Tensor, state: AllToAllState
@@ -143,7 +150,8 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         return rows if state.shuffle is None else state.shuffle.undo(rows)
 
     def token_combine(self, rows: torch.Tensor, state: AllToAllState) -> torch.Tensor:
-        """Send rows [R, h] back to their source ranks -> [S, h]."""
+        """Add up what the shards made of each row, send rows [R, h] back to their source ranks -> [S, h]."""
+        rows = reduce_uneven_rows(rows, state.counts.shard_rows, self.etp_group)
         return exchange_rows(rows, state.counts.recv, state.counts.send, self.ep_group)
 
     def combine_postprocess(self, rows: torch.Tensor, state: AllToAllState) -> torch.Tensor:

@@ -46,6 +46,33 @@ def reduce_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
     return rows if group_size(group) == 1 else _Reduce.apply(rows, group)
 
 
+def gather_uneven_rows(rows: torch.Tensor, counts: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+    """All ranks' rows below each other: [R, ...] -> [sum(counts), ...], where rank r has counts[r] rows.
+
+    Grad: each rank gets the sum of what the ranks return for its rows.
+    """
+    if group_size(group) == 1:
+        return rows
+    if len(set(counts)) == 1:
+        return gather_rows(rows, group)
+    copies = rows.unsqueeze(0).expand(len(counts), *rows.shape).flatten(0, 1)
+    return exchange_rows(copies, [rows.shape[0]] * len(counts), counts, group)
+
+
+def reduce_uneven_rows(rows: torch.Tensor, counts: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum over the ranks in their order, rank r keeping its counts[r] rows: [sum(counts), ...] -> [R, ...].
+
+    Dtype: summed in fp32 at least, rounded once. Grad: the rows' gradients, gathered.
+    """
+    if group is None or group_size(group) == 1:
+        return rows
+    if len(set(counts)) == 1:
+        return reduce_rows(rows, group)
+    own = counts[group.rank()]
+    summands = exchange_rows(rows, counts, [own] * len(counts), group)
+    return summands.view(len(counts), own, *rows.shape[1:]).sum(dim=0)
+
+
 def _exchange(rows: torch.Tensor, send: list[int], recv: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     received = rows.new_empty(sum(recv), *rows.shape[1:])
     all_to_all(received, rows.contiguous(), group, recv, send)

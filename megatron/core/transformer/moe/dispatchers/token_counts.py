@@ -2,10 +2,12 @@
 
     local counts [W, n]   rows of this rank for each rank's experts       (column sums of the routing map)
     recv counts  [W, n]   rows that each source rank has for our experts  (one small exchange)
+    recv table   [X * W, n]   the same of all shards of our experts       (with ETP, one small gather)
 
 The host needs the sums over n to post the exchange. All of its numbers come in one read.
 
-Legend: W ranks of the expert-parallel group, n experts per rank, E = W * n, T tokens.
+Legend: W ranks of the expert-parallel group, X ranks of the expert tensor-parallel group, n experts per rank,
+E = W * n, T tokens.
 """
 
 import dataclasses
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.errors import ConfigError
-from megatron.core.transformer.moe.dispatchers.exchange import exchange_counts
+from megatron.core.transformer.moe.dispatchers.exchange import exchange_counts, gather_rows
 from megatron.core.transformer.moe.dispatchers.host_counts import HostCounts
 from megatron.core.utils.collectives import all_reduce
 from megatron.core.utils.groups import group_rank, group_size
@@ -30,11 +32,14 @@ class RowCounts:
     recv: list[int]
     """[W], rows received from each rank."""
 
+    shard_rows: list[int]
+    """[X], rows that each shard of our experts received; all shards compute all of them."""
+
     tokens_per_expert: torch.Tensor
     """int64 [n] on the device, rows of each local expert."""
 
     recv_table: torch.Tensor
-    """int64 [W, n] on the device, the same by source rank."""
+    """int64 [X * W, n] on the device, the same by source: shard by shard, within a shard rank by rank."""
 
     host_tokens_per_expert: list[int] | None
     """The rows of each local expert on the host, if they were read."""
@@ -43,36 +48,53 @@ class RowCounts:
 class PendingCounts:
     """Counts of a data-dependent routing: started before the permutation, finished after it."""
 
-    def __init__(self, routing_map: torch.Tensor, num_local_experts: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        routing_map: torch.Tensor,
+        num_local_experts: int,
+        group: dist.ProcessGroup | None,
+        shard_group: dist.ProcessGroup | None = None,
+    ) -> None:
         """Count, exchange and start the read for a routing map bool [T, E]."""
-        self._ranks = group_size(group)
-        local = routing_map.sum(dim=0).view(self._ranks, num_local_experts)
-        self._table = exchange_counts(local, group)
+        ranks, shards = group_size(group), group_size(shard_group)
+        local = routing_map.sum(dim=0).view(ranks, num_local_experts)
+        received = exchange_counts(local, group)
+        self._table = gather_rows(received, shard_group)
         self._per_expert = self._table.sum(dim=0)
-        self._host = HostCounts(torch.cat([local.sum(dim=1), self._table.sum(dim=1), self._per_expert]))
+        self._sizes = [ranks, ranks, shards, num_local_experts]
+        shard_rows = self._table.view(shards, -1).sum(dim=1)
+        self._host = HostCounts(torch.cat([local.sum(dim=1), received.sum(dim=1), shard_rows, self._per_expert]))
 
     def wait(self) -> RowCounts:
         """Return the counts. Host: one wait."""
-        values, ranks = self._host.wait(), self._ranks
-        send, recv, per_expert = values[:ranks], values[ranks : 2 * ranks], values[2 * ranks :]
-        return RowCounts(send, recv, self._per_expert, self._table, per_expert)
+        values = self._host.wait()
+        pieces = []
+        for size in self._sizes:
+            pieces.append(values[:size])
+            values = values[size:]
+        send, recv, shard_rows, per_expert = pieces
+        return RowCounts(send, recv, shard_rows, self._per_expert, self._table, per_expert)
 
 
 def constant_counts(
-    rows_per_expert: int, num_local_experts: int, group: dist.ProcessGroup | None, device: torch.device
+    rows_per_expert: int,
+    num_local_experts: int,
+    group: dist.ProcessGroup | None,
+    shard_group: dist.ProcessGroup | None,
+    device: torch.device,
 ) -> RowCounts:
     """Counts of a routing that gives every expert the same number of rows of every rank. Host: no synchronisation."""
-    ranks = group_size(group)
-    table = torch.full((ranks, num_local_experts), rows_per_expert, dtype=torch.int64, device=device)
+    ranks, shards = group_size(group), group_size(shard_group)
+    table = torch.full((shards * ranks, num_local_experts), rows_per_expert, dtype=torch.int64, device=device)
     splits = [rows_per_expert * num_local_experts] * ranks
-    per_expert = [rows_per_expert * ranks] * num_local_experts
-    return RowCounts(splits, splits, table.sum(dim=0), table, per_expert)
+    per_expert = [rows_per_expert * ranks * shards] * num_local_experts
+    return RowCounts(splits, splits, [sum(splits)] * shards, table.sum(dim=0), table, per_expert)
 
 
 def local_counts(routing_map: torch.Tensor, num_rows: int) -> RowCounts:
     """Counts of a dropless routing map bool [T, E] whose experts are all on this rank. Host: no synchronisation."""
     per_expert = routing_map.sum(dim=0)
-    return RowCounts([num_rows], [num_rows], per_expert, per_expert.unsqueeze(0), None)
+    return RowCounts([num_rows], [num_rows], [num_rows], per_expert, per_expert.unsqueeze(0), None)
 
 
 def require_equal_tokens(num_tokens: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -89,7 +111,7 @@ def require_equal_tokens(num_tokens: int, group: dist.ProcessGroup | None, devic
     values = counts.tolist()
     if len(set(values)) > 1:
         raise ConfigError(
-            f"rank {group_rank(group)} of the expert-parallel group: moe_pad_expert_input_to_capacity=True with "
+            f"rank {group_rank(group)} of the expert ranks: moe_pad_expert_input_to_capacity=True with "
             f"tokens per rank {values}: a padded exchange needs the same number on all ranks; give every rank equally "
             "many tokens, or drop --moe-pad-expert-input-to-capacity."
         )
