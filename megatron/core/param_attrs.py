@@ -94,6 +94,16 @@ def needs_sum_over_tp(param: torch.nn.Parameter) -> bool:
     return getattr(param, "sequence_parallel", False) or getattr(param, "sum_gradient_over_tp", False)
 
 
+def mark_real_rows(param: torch.nn.Parameter, count: int) -> None:
+    """Note that rows from `count` on of the vocabulary matrix `param` [v, h] are filler: a checkpoint may lack them."""
+    param.num_real_rows = count  # type: ignore[attr-defined]
+
+
+def num_real_rows(param: torch.nn.Parameter) -> int | None:
+    """Rows of the whole matrix `param` [any] that every checkpoint of it holds; None if it holds them all."""
+    return getattr(param, "num_real_rows", None)
+
+
 def has_param_attrs(param: torch.nn.Parameter) -> bool:
     """True if a layer of this tree allocated `param` [any]."""
     return hasattr(param, _ATTRS_NAME)

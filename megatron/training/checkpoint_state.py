@@ -15,7 +15,6 @@ from typing import Any
 from megatron.core.dist_checkpointing import ShardedTensor, replicated
 from megatron.core.module_api.sharded_state import sharded_model_state, stacked_key
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.param_attrs import param_attrs
 from megatron.core.utils.logging import get_rank, get_world_size
 from megatron.training.rng_state import pack_rng_state
 from megatron.training.train_state import TrainingRun, TrainState
@@ -61,7 +60,7 @@ def optimizer_tensors(run: TrainingRun) -> list[ShardedTensor]:
     for name, param, state in optimizer.named_state():
         for kind, tensor in state.items():
             place = stacked_key(name, run.model_config, prefix=f"{OPTIMIZER_PREFIX}{kind}.")
-            boxes += place.boxes(tensor, param_attrs(param) if tensor.shape == param.shape else None)
+            boxes += place.boxes(tensor, param if tensor.shape == param.shape else None)
     return boxes
 
 

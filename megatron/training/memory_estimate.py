@@ -36,15 +36,17 @@ def _norm(args: argparse.Namespace, width: int) -> int:
     return width * (1 if args.normalization == "RMSNorm" else 2)
 
 
-def _mlp(args: argparse.Namespace, ffn_size: int, has_bias: bool) -> int:
-    """Elements of one MLP of width `ffn_size`: fc1 (gate and up if gated), fc2 and their biases."""
-    h, fc1_rows = args.hidden_size, ffn_size * (2 if args.swiglu else 1)
-    return fc1_rows * h + h * ffn_size + (fc1_rows + h if has_bias else 0)
+def _mlp(args: argparse.Namespace, ffn_size: int, has_bias: bool, ranks: int) -> int:
+    """Elements on one of `ranks` of an MLP of width `ffn_size`: fc1 (gate and up if gated), fc2 and their biases."""
+    h, width = args.hidden_size, ffn_size // ranks
+    fc1_rows = width * (2 if args.swiglu else 1)
+    return fc1_rows * h + h * width + (fc1_rows + h if has_bias else 0)
 
 
 def _attention(args: argparse.Namespace) -> int:
-    h, q = args.hidden_size, args.kv_channels * args.num_attention_heads
-    qkv_rows = q + 2 * args.kv_channels * args.num_query_groups
+    h, ranks = args.hidden_size, args.tensor_model_parallel_size
+    q = args.kv_channels * args.num_attention_heads // ranks
+    qkv_rows = q + 2 * args.kv_channels * args.num_query_groups // ranks
     biases = (qkv_rows if args.add_qkv_bias else 0) + (h if args.add_bias_linear else 0)
     qk_norms = 2 * _norm(args, args.kv_channels) if args.qk_layernorm else 0
     return qkv_rows * h + h * q + biases + qk_norms
@@ -54,7 +56,8 @@ def _shared_experts(args: argparse.Namespace) -> int:
     if not args.moe_shared_expert_intermediate_size:
         return 0
     gate = args.hidden_size if args.moe_shared_expert_gate else 0
-    return _mlp(args, args.moe_shared_expert_intermediate_size, has_bias=False) + gate
+    size, ranks = args.moe_shared_expert_intermediate_size, args.tensor_model_parallel_size
+    return _mlp(args, size, has_bias=False, ranks=ranks) + gate
 
 
 def rank_parameters(args: argparse.Namespace) -> RankParameters:
@@ -62,16 +65,18 @@ def rank_parameters(args: argparse.Namespace) -> RankParameters:
     h = args.hidden_size
     flags = moe_layer_pattern(args.moe_layer_freq, args.num_layers, args.num_experts)
     num_moe, num_dense = flags.count(True), flags.count(False)
-    dense = args.padded_vocab_size * h * (2 if args.untie_embeddings_and_output_weights else 1)
+    ranks = args.tensor_model_parallel_size
+    dense = args.padded_vocab_size // ranks * h * (2 if args.untie_embeddings_and_output_weights else 1)
     if args.position_embedding_type == "learned_absolute":
         dense += args.max_position_embeddings * h
     dense += len(flags) * (_attention(args) + 2 * _norm(args, h)) + _norm(args, h)
-    dense += num_dense * _mlp(args, args.ffn_hidden_size, args.add_bias_linear)
+    dense += num_dense * _mlp(args, args.ffn_hidden_size, args.add_bias_linear, ranks)
     if not num_moe:
         return RankParameters(dense, 0)
     dense += num_moe * (args.num_experts * h + _shared_experts(args))
     local_experts = args.num_experts // args.expert_model_parallel_size
-    expert = num_moe * local_experts * _mlp(args, args.moe_ffn_hidden_size, args.add_bias_linear)
+    one_expert = _mlp(args, args.moe_ffn_hidden_size, args.add_bias_linear, args.expert_tensor_parallel_size)
+    expert = num_moe * local_experts * one_expert
     return RankParameters(dense, expert)
 
 

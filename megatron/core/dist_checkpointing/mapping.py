@@ -30,6 +30,9 @@ class ShardedTensor:
     """shape of the whole tensor"""
     global_offset: tuple[int, ...]
     """where the box begins, one number per global axis"""
+    num_needed_rows: int | None = None
+    """set for a tensor whose last rows are filler: files with another number of rows, this many at least, fit too;
+    rows that they lack keep their values"""
 
     def __post_init__(self) -> None:
         lead = len(self.global_shape) - self.data.dim()

@@ -35,6 +35,13 @@ def _listing(title: str, lines: Sequence[str]) -> str:
     return f"  {title} ({len(lines)}):\n{shown}{more}"
 
 
+def _fits(stored: tuple[int, ...], tensor: ShardedTensor) -> bool:
+    """Equal shapes; a tensor with filler may differ in its number of rows."""
+    if tensor.num_needed_rows is None or not stored:
+        return stored == tensor.global_shape
+    return stored[0] >= tensor.num_needed_rows and stored[1:] == tensor.global_shape[1:]
+
+
 def _shape_errors(tensors: Iterable[ShardedTensor], metadata: Metadata) -> list[str]:
     errors = []
     for tensor in {t.key: t for t in tensors}.values():
@@ -43,7 +50,7 @@ def _shape_errors(tensors: Iterable[ShardedTensor], metadata: Metadata) -> list[
             continue
         if not isinstance(stored, TensorStorageMetadata):
             errors.append(f"{tensor.key}: stored as bytes, the model has a tensor of {list(tensor.global_shape)}")
-        elif tuple(stored.size) != tensor.global_shape:
+        elif not _fits(tuple(stored.size), tensor):
             errors.append(f"{tensor.key}: stored {list(stored.size)}, the model has {list(tensor.global_shape)}")
     return errors
 

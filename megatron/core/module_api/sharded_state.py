@@ -10,7 +10,7 @@ Keys are those of Megatron's torch_dist format:
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from megatron.core.configs.layer_pattern import moe_layer_pattern
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.module_api.global_names import named_global_buffers, named_global_parameters
-from megatron.core.param_attrs import ParamAttrs, param_attrs
+from megatron.core.param_attrs import ParamAttrs, num_real_rows, param_attrs
 
 _LAYER = re.compile(r"(?P<block>.*decoder\.layers)\.(?P<number>\d+)\.(?P<rest>.+)")
 _EXPERT = re.compile(r"(?P<experts>.*mlp\.experts)\.(?P<linear>linear_fc[12])\.(?P<kind>weight|bias)(?P<number>\d+)")
@@ -36,14 +36,22 @@ class StackedKey:
     lead_offset: tuple[int, ...] = ()
     """this tensor's number on each of them"""
 
-    def boxes(self, tensor: Tensor, attrs: ParamAttrs | None = None) -> list[ShardedTensor]:
-        """Place a parameter, or a tensor that is cut as it is (a moment, a main copy); without `attrs` nothing is cut.
+    def boxes(self, tensor: Tensor, param: torch.nn.Parameter | None = None) -> list[ShardedTensor]:
+        """Place a tensor that is cut as `param` is: its values, a moment, a main copy; without `param` nothing is cut.
 
         Shapes: `tensor` as the local parameter; one box, or one for each part of a gated fc1 that TP cuts by itself.
         """
-        dim = None if attrs is None else attrs.partition_dim
-        if attrs is None or dim is None or attrs.full_shape in (None, tuple(tensor.shape)):
+        if param is None:
             return [self._box(tensor, tuple(tensor.shape), (0,) * tensor.dim())]
+        boxes = self._cut(tensor, param_attrs(param))
+        return [replace(box, num_needed_rows=num_real_rows(param)) for box in boxes]
+
+    def _cut(self, tensor: Tensor, attrs: ParamAttrs) -> list[ShardedTensor]:
+        """One box for each part of `tensor` [as the parameter]."""
+        dim = attrs.partition_dim
+        if dim is None or attrs.full_shape in (None, tuple(tensor.shape)):
+            return [self._box(tensor, tuple(tensor.shape), (0,) * tensor.dim())]
+        assert attrs.full_shape is not None, "a parameter that is cut knows its whole shape"
         part_size, full_part = tensor.shape[dim] // attrs.num_parts, attrs.full_shape[dim] // attrs.num_parts
         boxes = []
         for number, part in enumerate(tensor.chunk(attrs.num_parts, dim)):
@@ -61,7 +69,7 @@ def sharded_model_state(module: torch.nn.Module, config: TransformerConfig) -> l
     """Boxes of all parameters and persistent buffers of a model chunk."""
     boxes: list[ShardedTensor] = []
     for name, param in named_global_parameters(module):
-        boxes += stacked_key(name, config).boxes(param.detach(), param_attrs(param))
+        boxes += stacked_key(name, config).boxes(param.detach(), param)
     for name, buffer in named_global_buffers(module):
         boxes += stacked_key(name, config).boxes(buffer)
     return boxes

@@ -1,7 +1,7 @@
 """Linear layer whose output features are split over the tensor-parallel ranks.
 
     rank 0   x --+-- A0 --> y0        forward   x is whole on every rank; under sequence parallelism it is gathered
-    rank 1   x --+-- A1 --> y1        backward  dx = sum of dy_r A_r; under sequence parallelism each rank keeps its rows
+    rank 1   x --+-- A1 --> y1        backward  dx = sum of dy_r A_r; under sequence parallelism a rank keeps its rows
 
 Legend: s sequence, b batch, i input features, o output features, tp ranks of the group.
 """

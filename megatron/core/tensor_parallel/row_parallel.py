@@ -1,6 +1,6 @@
 """Linear layer whose input features are split over the tensor-parallel ranks.
 
-    rank 0   x0 -- A0 --+         forward   y = sum of x_r A_r^T; under sequence parallelism each rank keeps its rows
+    rank 0   x0 -- A0 --+         forward   y = sum of x_r A_r^T; under sequence parallelism a rank keeps its rows
     rank 1   x1 -- A1 --+--> y    backward  dy is whole on every rank; under sequence parallelism it is gathered
 
 Legend: s sequence, b batch, i input features, o output features, tp ranks of the group.

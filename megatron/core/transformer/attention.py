@@ -9,8 +9,8 @@ head i uses key and value head i // r.
 
 Under sequence parallelism input and output are this rank's shard of the sequence; the heads see all of it.
 
-Legend: s sequence, b batch, h width, n query heads and g groups (key and value heads) of this rank, r = n / g, d channels
-of a head.
+Legend: s sequence, b batch, h width, n query heads and g groups (key and value heads) of this rank, r = n / g, d
+channels of a head.
 """
 
 from dataclasses import dataclass

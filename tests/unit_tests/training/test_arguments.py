@@ -170,7 +170,6 @@ def test_contradiction_names_values_and_remedy(flags, subject, text):
 @pytest.mark.parametrize(
     ("flags", "feature"),
     [
-        ("--tensor-model-parallel-size 2 --sequence-parallel", "tensor parallelism"),
         ("--pipeline-model-parallel-size 2", "pipeline parallelism"),
         ("--context-parallel-size 2", "context parallelism"),
         ("--use-distributed-optimizer", "the distributed optimizer"),

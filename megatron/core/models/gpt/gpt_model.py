@@ -19,10 +19,11 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.language_module import LanguageModule
 from megatron.core.module_api.parameter import hidden_init
 from megatron.core.module_api.spec_utils import ModuleSpec
+from megatron.core.param_attrs import has_param_attrs, mark_real_rows, param_attrs
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.utils.groups import group_size
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.utils.groups import group_size
 
 _POSITION_TYPES = ("learned_absolute", "rope", "none")
 
@@ -107,6 +108,10 @@ class GPTModel(LanguageModule):
                 tp_group=self.pg_collection.tp,
             )
 
+        for param in self.parameters():
+            if has_param_attrs(param) and param_attrs(param).is_embedding_or_output:
+                mark_real_rows(param, true_size)
+
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor | None] | None) -> None:
         """Provide the hidden states [s, b, h] that a chunk without embedding starts from; a list holds one entry."""
         self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
@@ -134,7 +139,8 @@ class GPTModel(LanguageModule):
         training loop applies the mask.
 
         Shapes: input_ids, position_ids, labels int64 [b, s]; attention_mask bool broadcastable to [b, 1, s, s],
-            True = masked; decoder_input [s, b, h] (sequence parallel: this rank's shard of s) in place of the embedding; padding_mask bool [b, s], True = padding
+            True = masked; decoder_input [s, b, h] (sequence parallel: a shard of s) in place of the embedding;
+            padding_mask bool [b, s], True = padding
             -> losses fp32 [b, s], or logits [b, s, v] (with `parallel_output` this rank's columns), or hidden states
             [s, b, h].
         """

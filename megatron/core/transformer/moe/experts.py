@@ -52,7 +52,8 @@ class SequentialMLP(ExpertNumbering, MegatronModule):
     ) -> tuple[torch.Tensor, None]:
         """Run every row through its expert: rows [R, h], tokens_per_expert int [n], probs [R] -> [R, h].
 
-        With ETP the result is a summand; the dispatcher adds those of the other ranks. An expert without rows runs on an empty tensor, so that its weights receive gradients of zeros.
+        With ETP the result is a summand; the dispatcher adds those of the other ranks. An expert without rows runs on
+        an empty tensor, so that its weights receive gradients of zeros.
         Host: one wait for the counts on a GPU, unless they are given on the host.
         """
         counts = tokens_per_expert.tolist() if host_tokens_per_expert is None else host_tokens_per_expert

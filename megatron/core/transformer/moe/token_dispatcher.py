@@ -16,8 +16,8 @@ the tree is answered by `traits`: nothing else asks a dispatcher for its name.
 
 To add one: a module in `dispatchers/` with a subclass, and a line in `DISPATCHERS`.
 
-With expert tensor parallelism (ETP) each row goes to all shards of its expert, and combine adds up what they return; under
-sequence parallelism the tokens of a rank are its shard of the sequence.
+With expert tensor parallelism (ETP) each row goes to all shards of its expert, and combine adds up what they return;
+under sequence parallelism the tokens of a rank are its shard of the sequence.
 
 Legend: T tokens of this rank, h width, E experts, n experts of this rank, S rows sent, R rows at the experts.
 """

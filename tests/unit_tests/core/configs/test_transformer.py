@@ -131,11 +131,9 @@ def test_violation_names_field_and_constraint(fields, subject, constraint):
 @pytest.mark.parametrize(
     "name",
     [
-        "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
         "virtual_pipeline_model_parallel_size",
         "context_parallel_size",
-        "expert_tensor_parallel_size",
     ],
 )
 def test_sizes_that_are_not_there_are_refused_by_name(name):

@@ -3,22 +3,11 @@
 import pytest
 import torch
 
-from megatron.core.errors import ConfigError
 from megatron.core.param_attrs import InitSpec, param_attrs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tests.common.small_models import normal, small_config
 
 INIT = InitSpec("normal", 1.0)
-
-
-class GroupOfTwo:
-    """A process group as the layers see it."""
-
-    def size(self):
-        return 2
-
-    def rank(self):
-        return 0
 
 
 def column(**arguments):
@@ -81,10 +70,3 @@ def test_embedding_looks_up_and_accumulates_repeated_ids():
         output.sum().backward()
         assert table.weight.grad[:, 0].tolist() == [1.0, 2.0, 0.0, 0.0]
         assert table.weight.is_embedding_or_output_parameter
-
-
-@pytest.mark.parametrize("build", [column, row, lambda tp_group: VocabParallelEmbedding(
-    4, 3, init_method=INIT, config=small_config(), tp_group=tp_group)])  # fmt: skip
-def test_group_of_two_ranks_is_refused(build):
-    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=2: .*set --tensor-model-parallel-size 1"):
-        build(tp_group=GroupOfTwo())

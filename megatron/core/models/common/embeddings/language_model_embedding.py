@@ -68,7 +68,7 @@ class LanguageModelEmbedding(MegatronModule):
             self.position_embeddings = PositionEmbedding(max_sequence_length, config)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
-        """Embed: int64 [b, s] and, with learned positions, int64 [b, s] -> [s, b, h], sequence parallel [s/tp, b, h]."""
+        """Embed: int64 [b, s] and, with learned positions, int64 [b, s] -> [s, b, h], a sequence shard [s/tp, b, h]."""
         embeddings = self.word_embeddings(input_ids)
         if self.position_embeddings is not None:
             assert position_ids is not None, "position_ids=None: learned positions need the position of each token"

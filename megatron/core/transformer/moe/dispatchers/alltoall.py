@@ -3,11 +3,11 @@
     rank 0  rows for [e0 e1 | e2 e3] --+-- all-to-all --> [from 0: e0 e1 | from 1: e0 e1] --sort--> [e0 e0 | e1 e1]
     rank 1  rows for [e0 e1 | e2 e3] --+-- all-to-all --> [from 0: e2 e3 | from 1: e2 e3] --sort--> [e2 e2 | e3 e3]
 
-With expert tensor parallelism (ETP) rank r of every ETP group exchanges with the ranks r of the others; the shards of an
-expert then give each other the rows that each received, and combine adds up their results before rows travel back.
+With expert tensor parallelism (ETP) rank r of every ETP group exchanges with the ranks r of the others. The shards of
+an expert then give each other the rows that each received, and combine adds up their results before rows travel back.
 
 Rows at the experts are ordered by expert, then source (ETP rank, EP rank), then token. Row counts differ from rank to
-rank, zero included. With one expert per rank there is nothing to sort and the experts read the received rows themselves.
+rank, zero included. With one expert per rank there is nothing to sort: the experts read the received rows themselves.
 
 Host: one wait per layer for the row counts; none if every expert is padded to its capacity, or if all experts are on
 this rank and nothing is dropped.
