@@ -23,8 +23,11 @@ class Routing:
     """int64 [T]: the sample that each row belongs to."""
 
 
-def route(logits, config, samples, forced_ids=None, bias=None):
-    """Route L [T, E]; `forced_ids` [T, k] replaces the choice and leaves everything else."""
+def route(logits, config, samples, forced_ids=None, bias=None, shards=1):
+    """Route L [T, E]; `forced_ids` [T, k] replaces the choice and leaves everything else.
+
+    A capacity holds for each of `shards` equal parts of the rows, as the ranks of a sequence have them.
+    """
     k = config.moe_router_topk
     chosen = torch.zeros(logits.shape, dtype=torch.bool)
     weights = torch.zeros_like(logits)
@@ -49,7 +52,8 @@ def route(logits, config, samples, forced_ids=None, bias=None):
             picked = picked * (config.moe_router_topk_scaling_factor or 1.0)
         weights = weights.index_put((torch.full((k,), t), torch.tensor(ids)), picked)
     if config.moe_expert_capacity_factor is not None:
-        weights, chosen = _drop(weights, chosen, config)
+        pieces = zip(weights.chunk(shards), chosen.chunk(shards), strict=True)
+        weights, chosen = map(torch.cat, zip(*[_drop(*piece, config) for piece in pieces], strict=True))
     return Routing(logits, weights, chosen, samples)
 
 

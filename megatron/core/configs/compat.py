@@ -157,7 +157,7 @@ REFUSED: tuple[Rule, ...] = (
         lambda config: (
             not config.num_moe_experts
             and above_one("expert_tensor_parallel_size")(config)
-            and "expert_tensor_parallel_size" not in config.origins
+            and config.expert_tensor_parallel_size != config.tensor_model_parallel_size
         ),
         "a dense model has no experts to split",
         "set --num-experts or drop --expert-tensor-parallel-size",

@@ -72,6 +72,7 @@ def check_against_reference(
         micro_batch_size=layout.micro_batch_size,
         plan=plan,
         expert_bias=expert_bias,
+        sequence_shards=layout.sequence_shards,
     )
     assert_matches(expected, got, tolerance)
     return got

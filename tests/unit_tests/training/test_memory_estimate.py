@@ -39,9 +39,12 @@ class FakeGroup:
         return self._size - 1
 
 
-def build(flags, ep_size, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", str(ep_size))
-    args = parse_args(f"{BASE} {flags} --expert-model-parallel-size {ep_size}".split())
+def build(flags, ep_size, monkeypatch, tp_size=1, etp_size=1):
+    monkeypatch.setenv("WORLD_SIZE", str(ep_size * tp_size * etp_size))
+    flags += f" --tensor-model-parallel-size {tp_size} --sequence-parallel --expert-model-parallel-size {ep_size}"
+    if "--num-experts" in flags:
+        flags += f" --expert-tensor-parallel-size {etp_size}"
+    args = parse_args(f"{BASE} {flags}".split())
     args.padded_vocab_size = 128
     config = core_transformer_config_from_args(args)
     model = GPTModel(
@@ -51,9 +54,20 @@ def build(flags, ep_size, monkeypatch):
         args.max_position_embeddings,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
-        pg_collection=ProcessGroupCollection(ep=FakeGroup(ep_size), tp_ep=FakeGroup(ep_size)),
+        pg_collection=ProcessGroupCollection(
+            tp=FakeGroup(tp_size),
+            ep=FakeGroup(ep_size),
+            expt_tp=FakeGroup(etp_size),
+            tp_ep=FakeGroup(ep_size * etp_size),
+        ),
     )
     return args, model
+
+
+@pytest.mark.parametrize(("variant", "etp_size"), [("dense", 1), ("dense-modern", 1), ("moe", 2), ("moe-shared", 1)])
+def test_estimate_equals_the_model_split_over_tp(variant, etp_size, monkeypatch):
+    args, model = build(VARIANTS[variant], 2 if "moe" in variant else 1, monkeypatch, tp_size=2, etp_size=etp_size)
+    assert parameter_bytes(args) == sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 @pytest.mark.parametrize(
