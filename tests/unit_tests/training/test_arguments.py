@@ -158,6 +158,12 @@ def test_world_comes_from_the_launcher(monkeypatch):
         ),
         ("--moe-token-dispatcher-type altoall", "moe_token_dispatcher_type='altoall'", "did you mean alltoall"),
         ("--moe-router-num-groups 3 --moe-router-group-topk 1", "moe_router_num_groups=3", "--moe-router-num-groups"),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 15",
+            "seq_length=15 with tensor_model_parallel_size=2",
+            "--seq-length",
+        ),
+        ("--tensor-model-parallel-size 2", "num_moe_experts|num_experts", "--sequence-parallel"),
         ("--tokenizer-type NullTokenizer", "tokenizer_type='NullTokenizer' with vocab_size=None", "--vocab-size"),
     ],
     ids=lambda value: value if value.startswith("--") else "",
