@@ -80,18 +80,14 @@ def reference_step(
     micro_batch_size: int = 1,
     plan: Plan | None = None,
     expert_bias: Mapping[int, torch.Tensor] | None = None,
-    sequence_shards: int = 1,
 ) -> StepResult:
-    """One step on `batch`, cut as data parallel ranks would: microbatch m of rank d is block m * dp + d of samples.
-
-    `sequence_shards` is the number of ranks that share a sequence; it matters where a capacity holds for each rank.
-    """
+    """One step on `batch`, cut as data parallel ranks would: microbatch m of rank d is block m * dp + d of samples."""
     leaves = {name: w.detach().double().clone().requires_grad_() for name, w in weights.items()}
     bias = None
     if config.moe_router_enable_expert_bias:
         zero = torch.zeros(config.num_moe_experts, dtype=torch.float64)
         bias = {layer: (expert_bias or {}).get(layer, zero) for layer in range(config.num_layers)}
-    model = ReferenceModel(config, shape, leaves, bias, plan, sequence_shards)
+    model = ReferenceModel(config, shape, leaves, bias, plan)
     num_samples, seq_length = batch.tokens.shape
     blocks = num_samples // micro_batch_size
     num_microbatches = blocks // data_parallel_size

@@ -92,9 +92,8 @@ def _moe_shapes(config, at):
 class ReferenceModel:
     """Holds the weights {global name: tensor} and runs one microbatch."""
 
-    def __init__(self, config, shape, weights, expert_bias, plan, sequence_shards=1):
+    def __init__(self, config, shape, weights, expert_bias, plan):
         self.config, self.shape, self.weights, self.expert_bias, self.plan = config, shape, weights, expert_bias, plan
-        self.sequence_shards = sequence_shards
 
     def token_losses(self, tokens, labels, sample_ids):
         """tokens, labels int64 [b, s] -> losses [b, s] and {layer: Routing}."""
@@ -201,7 +200,7 @@ class ReferenceModel:
         forced = None if self.plan is None else self.plan(layer, samples * s + positions)
         bias = None if self.expert_bias is None else self.expert_bias[layer]
         logits = rows @ self.weights[f"{at}.router.weight"].T
-        routing = route(logits, self.config, samples, forced, bias, self.sequence_shards)
+        routing = route(logits, self.config, samples, forced, bias)
         outputs = []
         for t, row in enumerate(rows):
             y = torch.zeros_like(row)

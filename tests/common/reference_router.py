@@ -23,10 +23,10 @@ class Routing:
     """int64 [T]: the sample that each row belongs to."""
 
 
-def route(logits, config, samples, forced_ids=None, bias=None, shards=1):
+def route(logits, config, samples, forced_ids=None, bias=None):
     """Route L [T, E]; `forced_ids` [T, k] replaces the choice and leaves everything else.
 
-    A capacity holds for each of `shards` equal parts of the rows, as the ranks of a sequence have them.
+    A capacity holds for each rank, under sequence parallelism for an equal part of the rows.
     """
     k = config.moe_router_topk
     chosen = torch.zeros(logits.shape, dtype=torch.bool)
@@ -52,6 +52,7 @@ def route(logits, config, samples, forced_ids=None, bias=None, shards=1):
             picked = picked * (config.moe_router_topk_scaling_factor or 1.0)
         weights = weights.index_put((torch.full((k,), t), torch.tensor(ids)), picked)
     if config.moe_expert_capacity_factor is not None:
+        shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         pieces = zip(weights.chunk(shards), chosen.chunk(shards), strict=True)
         weights, chosen = map(torch.cat, zip(*[_drop(*piece, config) for piece in pieces], strict=True))
     return Routing(logits, weights, chosen, samples)

@@ -60,7 +60,7 @@ def check_against_reference(
     pool, case: ModelCase, layout: Layout, batch: Batch, plan=None, expert_bias=None, tolerance: float = TOLERANCE
 ) -> StepResult:
     """Run one step and compare everything with the reference cut alike; returns the step's result."""
-    config = case.config(Layout())
+    config = case.config(Layout(tp=layout.tp, is_sequence_parallel=layout.is_sequence_parallel))
     weights = make_weights(config, case.shape, seed=3)
     got = run_step(pool, case, layout, batch, weights, plan, expert_bias=expert_bias or {})
     expected = reference_step(
@@ -72,7 +72,6 @@ def check_against_reference(
         micro_batch_size=layout.micro_batch_size,
         plan=plan,
         expert_bias=expert_bias,
-        sequence_shards=layout.sequence_shards,
     )
     assert_matches(expected, got, tolerance)
     return got

@@ -14,12 +14,12 @@ from tests.common.mutants import deleted_call, replaced
 from tests.common.pool import RankErrors
 from tests.common.reference import assert_matches, make_weights, reference_step
 from tests.unit_tests.layouts.cases import make_batch, make_case
-from tests.unit_tests.layouts.test_tensor_parallel_sweep import EXPERTS, SHAPE, moe
+from tests.unit_tests.layouts.test_tensor_parallel_sweep import DENSE, EXPERTS, SHAPE, moe
 
 # the package exports a function of the module's name
 FINALIZE = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-CASE = make_case(SHAPE, **EXPERTS, qk_layernorm=True)
-LAYOUT = moe(etp=2)
+MOE = make_case(SHAPE, **EXPERTS), moe(etp=2)
+DENSE_WITH_WHOLE_SEQUENCES = make_case(SHAPE, **DENSE, qk_layernorm=True), Layout(tp=2)
 
 
 def local_sum(rows, counts, group):
@@ -60,10 +60,11 @@ def mutated_step_job(mutant, *arguments):
 
 
 def compare_mutant(pool, mutant):
-    config = CASE.config(Layout())
-    weights, batch = make_weights(config, CASE.shape, seed=3), make_batch(2)
-    ranks = pool.run(mutated_step_job, mutant, CASE, LAYOUT, batch, weights, None, 1, {}, world_size=2)
-    assert_matches(reference_step(config, CASE.shape, batch, weights), join_ranks(ranks))
+    case, layout = DENSE_WITH_WHOLE_SEQUENCES if mutant == "head_norms_not_marked" else MOE
+    config = case.config(Layout())
+    weights, batch = make_weights(config, case.shape, seed=3), make_batch(2)
+    ranks = pool.run(mutated_step_job, mutant, case, layout, batch, weights, None, 1, {}, world_size=2)
+    assert_matches(reference_step(config, case.shape, batch, weights), join_ranks(ranks))
 
 
 @pytest.mark.parametrize("mutant", sorted(set(MUTANTS) - {"none"}))

@@ -163,7 +163,11 @@ def test_world_comes_from_the_launcher(monkeypatch):
             "seq_length=15 with tensor_model_parallel_size=2",
             "--seq-length",
         ),
-        ("--tensor-model-parallel-size 2", "num_moe_experts|num_experts", "--sequence-parallel"),
+        (
+            "--tensor-model-parallel-size 2",
+            "num_moe_experts=8 with tensor_model_parallel_size=2, sequence_parallel=False",
+            "add --sequence-parallel",
+        ),
         ("--tokenizer-type NullTokenizer", "tokenizer_type='NullTokenizer' with vocab_size=None", "--vocab-size"),
     ],
     ids=lambda value: value if value.startswith("--") else "",

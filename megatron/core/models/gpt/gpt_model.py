@@ -108,9 +108,13 @@ class GPTModel(LanguageModule):
                 tp_group=self.pg_collection.tp,
             )
 
+        self._mark_filler_rows()
+
+    def _mark_filler_rows(self) -> None:
+        """A checkpoint may be padded to another size of vocabulary."""
         for param in self.parameters():
             if has_param_attrs(param) and param_attrs(param).is_embedding_or_output:
-                mark_real_rows(param, true_size)
+                mark_real_rows(param, self.true_vocab_size)
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor | None] | None) -> None:
         """Provide the hidden states [s, b, h] that a chunk without embedding starts from; a list holds one entry."""
