@@ -90,6 +90,11 @@ def test_moe_model_equals_reference(pool, layout):
     assert compare_logs(got.logs) == []
 
 
+def test_shared_experts_without_gate_equal_reference(pool):
+    case = make_case(SHAPE, **HEADS, moe_shared_expert_intermediate_size=4)
+    check_against_reference(pool, case, moe(ep=2, etp=1), make_batch(2))
+
+
 @pytest.mark.parametrize("plan", [all_to_rank(0, 2, NUM_EXPERTS, TOPK), none_to_expert(2, NUM_EXPERTS, TOPK)], ids=str)
 def test_uneven_load_of_split_experts_equals_reference(pool, plan):
     check_against_reference(pool, make_case(SHAPE, **HEADS), moe(dp=2, ep=2, etp=2), make_batch(), plan=plan)
