@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing import ShardedTensor, replicated
 from megatron.core.module_api.sharded_state import sharded_model_state, stacked_key
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils.logging import get_rank, get_world_size
+from megatron.training.model_setup import complete_parameters
 from megatron.training.rng_state import pack_rng_state
 from megatron.training.train_state import TrainingRun, TrainState
 
@@ -49,18 +50,24 @@ def ignored_keys(foreign: bool, optimizer: bool) -> re.Pattern[str]:
 
 
 def model_tensors(run: TrainingRun) -> list[ShardedTensor]:
-    """Boxes of all weights and persistent buffers of this rank."""
+    """Boxes of all weights and persistent buffers of this rank; parameters under way are waited for."""
+    complete_parameters(run.model)
     return [box for chunk in run.model for box in sharded_model_state(chunk, run.model_config)]
 
 
 def optimizer_tensors(run: TrainingRun) -> list[ShardedTensor]:
-    """Boxes of the optimizer's tensors, cut as their parameters are."""
+    """Boxes of the optimizer's tensors, cut as their parameters are; of a sharded one those that this rank keeps."""
     boxes = []
     optimizer: MegatronOptimizer = run.optimizer
-    for name, param, state in optimizer.named_state():
-        for kind, tensor in state.items():
+    for name, param, tensors, flat_range in optimizer.named_state():
+        for kind, tensor in tensors.items():
             place = stacked_key(name, run.model_config, prefix=f"{OPTIMIZER_PREFIX}{kind}.")
-            boxes += place.boxes(tensor, param if tensor.shape == param.shape else None)
+            if tensor.dim() == 0:
+                boxes += place.boxes(tensor)
+            elif flat_range is None:
+                boxes += place.boxes(tensor, param)
+            else:
+                boxes += place.flat_boxes(tensor, flat_range, param)
     return boxes
 
 

@@ -87,19 +87,33 @@ def parameter_bytes(args: argparse.Namespace) -> int:
 
 def optimizer_bytes_per_element(args: argparse.Namespace) -> int:
     """Bytes of optimizer state per parameter: moments, and a main copy of half-precision weights."""
-    moments = {"adam": 2, "sgd": 1 if args.sgd_momentum else 0}[args.optimizer]
-    main_copy = 0 if args.params_dtype == torch.float32 else 1
-    return FP32_BYTES * (moments + main_copy)
+    size = {"fp32": FP32_BYTES, "bf16": 2}
+    adam = size[args.exp_avg_dtype] + size[args.exp_avg_sq_dtype]
+    moments = {"adam": adam, "sgd": FP32_BYTES if args.sgd_momentum else 0}[args.optimizer]
+    return moments + (0 if args.params_dtype == torch.float32 else FP32_BYTES)
+
+
+def optimizer_bytes(args: argparse.Namespace) -> int:
+    """Bytes of optimizer state of one rank; with the distributed optimizer of its shards."""
+    count = rank_parameters(args)
+    dense_shards = expert_shards = 1
+    if args.use_distributed_optimizer:
+        dense_shards = args.data_parallel_size * args.context_parallel_size
+        expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+        model_ranks = expert_tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+        expert_shards = args.world_size // model_ranks
+    kept = -(-count.dense // dense_shards) + -(-count.expert // expert_shards)
+    return kept * optimizer_bytes_per_element(args)
 
 
 def report_memory_estimate(args: argparse.Namespace) -> None:
     """Log on rank 0 what weights, main gradients and optimizer state of a rank will take."""
     count = rank_parameters(args)
-    grad_bytes = 2 if args.grad_reduce_in_bf16 else FP32_BYTES
+    grad_bytes = 2 if args.grad_reduce_in_bf16 or args.main_grads_dtype == "bf16" else FP32_BYTES
     parts = {
         "weights": parameter_bytes(args),
         "main gradients": count.total * grad_bytes,
-        "optimizer": count.total * optimizer_bytes_per_element(args),
+        "optimizer": optimizer_bytes(args),
     }
     text = ", ".join(f"{name} {size / MEBIBYTE:.1f}" for name, size in parts.items())
     log_single_rank(

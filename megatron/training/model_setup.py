@@ -1,7 +1,7 @@
 """Builds what a step needs: the wrapped model, the optimizer and the schedule of its learning rate."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,13 @@ def build_model(
         pg_collection=pg_collection,
     )
     return [wrapped]
+
+
+def complete_parameters(model: Sequence[torch.nn.Module]) -> None:
+    """Wait for parameters that a sharded optimizer has sent on their way, before they are read outside forward."""
+    for chunk in model:
+        if isinstance(chunk, DistributedDataParallel):
+            chunk.finish_param_sync()
 
 
 def connect_schedule(config: Any, optimizer: Any) -> None:

@@ -2,10 +2,11 @@
 
 Weights, reduced main gradients, persistent buffers (expert bias) and optimizer state are hashed byte by byte, each
 under its global name, and the hashes are combined in the order of the names. So the result does not depend on how
-buffers are cut into buckets or on which rank holds an expert; equal bits give equal hashes, and one changed bit on
-one replica gives another hash.
+buffers are cut into buckets, on which rank holds an expert, or on whether the optimizer is sharded; equal bits give
+equal hashes, and one changed bit on one replica gives another hash.
 
-Cost: every tensor is copied to the host, and one object gather over all ranks per call.
+Cost: every tensor is copied to the host, and one object gather over all ranks per call; states of a sharded optimizer
+are gathered, a bucket of one kind at a time.
 """
 
 import hashlib
@@ -29,13 +30,10 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 def named_state(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (global name and kind, tensor [any]) of everything that counts on this rank."""
-    for name, param, state in optimizer.named_state():
-        yield f"{name} weight", param
-        main_grad = getattr(param, "main_grad", None)
-        if main_grad is not None:
-            yield f"{name} main_grad", main_grad
-        for key, tensor in state.items():
-            yield f"{name} {key}", tensor
+    for state in optimizer.whole_state():
+        yield f"{state.name} weight", state.param
+        for key, tensor in state.tensors.items():
+            yield f"{state.name} {key}", tensor
     for chunk in model:
         for name, buffer in named_global_buffers(chunk):
             yield f"{name} buffer", buffer

@@ -51,6 +51,8 @@ class Layout:
     overlap_grad_reduce: bool = False
     bucket_size: int | None = None
     average_in_collective: bool = False
+    use_distributed_optimizer: bool = False
+    overlap_param_gather: bool = False
 
     @property
     def world_size(self) -> int:
@@ -186,6 +188,8 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
         overlap_grad_reduce=layout.overlap_grad_reduce,
         bucket_size=layout.bucket_size,
         average_in_collective=layout.average_in_collective,
+        use_distributed_optimizer=layout.use_distributed_optimizer,
+        overlap_param_gather=layout.overlap_param_gather,
     )
     chunk = DistributedDataParallel(config, ddp_config, model)
     settings = OptimizerConfig(
@@ -194,6 +198,7 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
         sgd_momentum=0.0,
         weight_decay=0.0,
         clip_grad=options.get("clip_grad", 0.0),
+        use_distributed_optimizer=layout.use_distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(settings, [chunk])
     result = RankStep(torch.zeros(2, dtype=torch.float64), {}, {}, None, {}, {layer: {} for layer in routers}, {}, [])
@@ -205,7 +210,7 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
             hooks = [] if step else _record_routing(routers, ids, result.routing_maps)
             with CollectiveLog() as log:
                 sums = _run_microbatches(chunk, batch, list(zip(blocks, ids, strict=True)), forced)
-                grads = {n: _shard(p, p.main_grad) for n, p in named_global_parameters(chunk)}
+                grads = {s.name: _shard(s.param, s.tensors["main_grad"]) for s in optimizer.whole_state()}
                 _, norm, _ = optimizer.step()
             for hook in hooks:
                 hook.remove()
@@ -213,6 +218,7 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
                 result.loss_sums, result.grads, result.grad_norm, result.log = sums, grads, norm, log.records
                 logged = MoEMetrics([chunk]).reduce_and_reset(len(blocks))
                 result.aux = {kind: logged[label] for kind, label in LOSS_LABELS.items() if label in logged}
+    chunk.finish_param_sync()
     result.params = {n: _shard(p, p.detach()) for n, p in named_global_parameters(chunk)}
     result.expert_bias = {layer: r.expert_bias for layer, r in routers.items() if r.expert_bias is not None}
     return result

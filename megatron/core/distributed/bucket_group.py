@@ -7,13 +7,16 @@ each transition. Who decides when a full bucket starts is the wrapper, which sta
 """
 
 import enum
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.grad_scaling import GradReduction
 from megatron.core.distributed.param_and_grad_buffer import get_main_grad
-from megatron.core.utils.collectives import all_reduce
+from megatron.core.distributed.param_layout import shard_range
+from megatron.core.utils.collectives import all_gather, all_reduce, reduce_scatter
+from megatron.core.utils.groups import group_rank, group_size
 from megatron.core.utils.logging import get_rank
 
 
@@ -25,8 +28,22 @@ class BucketState(enum.Enum):
     REDUCED = "reduced"
 
 
+@dataclass(frozen=True)
+class BucketParams:
+    """The parameters of a bucket as one tensor; with it a bucket is sharded (ZeRO-1)."""
+
+    data: torch.Tensor
+    """[elements of the bucket], laid out as its gradients; the parameters are views of it"""
+    offsets: tuple[int, ...]
+    """where each parameter begins"""
+
+
 class BucketGroup:
-    """One bucket: its parameters by name, its slice of the buffer and the way it is reduced."""
+    """One bucket: its parameters by name, its slice of the buffer and the way it is reduced.
+
+    A sharded bucket is reduced by a reduce-scatter in place: afterwards `grad_shard` [elements / ranks] is complete,
+    the rest is not. Its parameters come back by an all-gather in place, from each rank's `param_shard`.
+    """
 
     def __init__(
         self,
@@ -35,6 +52,7 @@ class BucketGroup:
         grad_data: torch.Tensor,
         reduction: GradReduction,
         group: dist.ProcessGroup | None,
+        sharded: BucketParams | None = None,
     ) -> None:
         """Take over `grad_data` [elements of the bucket], which the parameters' main_grad are views of."""
         self.index = index
@@ -42,10 +60,16 @@ class BucketGroup:
         self.grad_data = grad_data
         self.reduction = reduction
         self.group = group
+        self.sharded = sharded
+        rank, num_shards = (group_rank(group), group_size(group)) if sharded else (0, 1)
+        begin, end = shard_range(grad_data.numel(), rank, num_shards)
+        self.grad_shard = grad_data[begin:end]
+        self.param_shard = None if sharded is None else sharded.data[begin:end]
         self.state = BucketState.COLLECTING
         self._names = {param: name for name, param in params.items()}
         self._ready: set[torch.nn.Parameter] = set()
         self._handle: dist.Work | None = None
+        self._gather_handle: dist.Work | None = None
 
     @property
     def is_full(self) -> bool:
@@ -72,7 +96,11 @@ class BucketGroup:
         self.state = BucketState.REDUCING
         if self.reduction.factor != 1.0:
             self.grad_data.mul_(self.reduction.factor)
-        self._handle = all_reduce(self.grad_data, self.group, self.reduction.op, async_op=async_op)
+        op = self.reduction.op
+        if self.sharded is None:
+            self._handle = all_reduce(self.grad_data, self.group, op, async_op=async_op)
+        else:
+            self._handle = reduce_scatter(self.grad_shard, self.grad_data, self.group, op, async_op=async_op)
 
     def finish(self) -> None:
         """Wait for the collective; on an accelerator the current stream waits, not the host."""
@@ -81,6 +109,23 @@ class BucketGroup:
             self._handle.wait()
         self._handle = None
         self.state = BucketState.REDUCED
+
+    def scale(self, factor: float | torch.Tensor) -> None:
+        """Multiply the reduced gradients by a number or a one-element tensor [1] or []."""
+        self._expect(BucketState.REDUCED, "its gradients were scaled")
+        self.grad_shard.mul_(factor)
+
+    def start_param_gather(self, async_op: bool) -> None:
+        """Launch the all-gather of a sharded bucket's parameters; with `async_op` it runs until it is waited for."""
+        assert self.sharded is not None, f"bucket {self.index} is not sharded"
+        assert self.param_shard is not None, f"bucket {self.index} is not sharded"
+        self._gather_handle = all_gather(self.sharded.data, self.param_shard, self.group, async_op=async_op)
+
+    def finish_param_gather(self) -> None:
+        """Wait for the all-gather; on an accelerator the current stream waits, not the host."""
+        if self._gather_handle is not None:
+            self._gather_handle.wait()
+        self._gather_handle = None
 
     def reset(self) -> None:
         """Forget the step; the gradients themselves are cleared with the whole buffer."""

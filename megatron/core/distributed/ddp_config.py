@@ -1,9 +1,10 @@
 """Settings of the gradient buffers and of their reduction over data parallel ranks."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.core.configs.base import ConfigTopic, Violation, violation
-from megatron.core.configs.flag_spec import knob
+from megatron.core.configs.flag_spec import NO_FLAG, knob
 
 
 @dataclass
@@ -18,8 +19,18 @@ class DistributedDataParallelConfig(ConfigTopic):
     grad_reduce_in_bf16: bool = False
     """Accumulate and reduce gradients in the dtype of the parameters, which halves the buffers and rounds each sum."""
 
+    main_grads_dtype: Literal["fp32", "bf16"] = knob("fp32", flag=NO_FLAG)
+    """What the precision-aware optimizer takes; bf16 has the effect of grad_reduce_in_bf16 on a bf16 model."""
+
     overlap_grad_reduce: bool = False
     """Start the reduction of a bucket in backward, as soon as its gradients are complete."""
+
+    use_distributed_optimizer: bool = False
+    """Shard the optimizer over the replicas of a parameter (ZeRO-1): each rank reduces, updates and stores the main
+    weights and moments of its shard, then all gather the new parameters."""
+
+    overlap_param_gather: bool = False
+    """Gather the parameters of a bucket when the next forward pass comes to it, beside the layers before it."""
 
     bucket_size: int | None = knob(None, flag="--ddp-bucket-size", dest="ddp_bucket_size")
     """Elements after which a bucket is closed. Unset: max(40M, 1M * DP * CP) with --overlap-grad-reduce, else one."""
@@ -46,7 +57,8 @@ class DistributedDataParallelConfig(ConfigTopic):
 
     def derive(self) -> None:
         """Choose the accumulation dtype if it was left open."""
-        self.fill("grad_reduce_in_fp32", not self.grad_reduce_in_bf16, "not grad_reduce_in_bf16")
+        is_wide = not self.grad_reduce_in_bf16 and self.main_grads_dtype == "fp32"
+        self.fill("grad_reduce_in_fp32", is_wide, "grad_reduce_in_bf16 and main_grads_dtype")
 
     def check(self) -> list[Violation]:
         """Rules among these fields."""
@@ -60,6 +72,18 @@ class DistributedDataParallelConfig(ConfigTopic):
                     "drop --accumulate-allreduce-grads-in-fp32 or --grad-reduce-in-bf16.",
                 )
             )
+        if self.grad_reduce_in_fp32 and self.main_grads_dtype == "bf16":
+            names, why = "grad_reduce_in_fp32 main_grads_dtype", "gradients have one accumulation dtype"
+            remedy = "drop --accumulate-allreduce-grads-in-fp32 or --main-grads-dtype bf16."
+            found.append(violation(self, names, why, remedy))
+        for name, flag in (
+            ("use_distributed_optimizer", "--use-distributed-optimizer"),
+            ("overlap_grad_reduce", "--overlap-grad-reduce"),
+        ):
+            if self.overlap_param_gather and not getattr(self, name):
+                names = f"overlap_param_gather {name}"
+                why = "the gather follows the buckets of the sharded, overlapped reduction"
+                found.append(violation(self, names, why, f"add {flag} or drop --overlap-param-gather."))
         for name, flag in (("bucket_size", "--ddp-bucket-size"), ("num_buckets", "--ddp-num-buckets")):
             value = getattr(self, name)
             if value is not None and value < 1:

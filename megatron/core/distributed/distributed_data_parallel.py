@@ -6,6 +6,7 @@ One step:
     with no_sync():  forward, backward        all microbatches but the last: gradients only accumulate
     forward, backward                         the last: with overlap, full buckets start reducing during backward
     finish_grad_sync()                        starts what has not started, waits for all
+    start_param_sync()                        by the distributed optimizer, after it has updated its shards
 
     compute  | bwd layer 3 | bwd layer 2 | bwd layer 1 | bwd layer 0 |
     comm                   | bucket 0: 3, 2            | bucket 1: 1, 0 |
@@ -24,11 +25,17 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.configs.parallel import ModelParallelConfig
-from megatron.core.distributed.bucket_group import BucketGroup, BucketState
+from megatron.core.distributed.bucket_group import BucketGroup, BucketParams
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.grad_scaling import GradReduction, grad_reduction
-from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, get_main_grad, main_grad_dtype
-from megatron.core.distributed.param_layout import HIGH_BUSBW_ALIGNMENT, default_bucket_size, plan_buffer
+from megatron.core.distributed.param_and_grad_buffer import (
+    ParamAndGradBuffer,
+    get_main_grad,
+    main_grad_dtype,
+    packed_units,
+)
+from megatron.core.distributed.param_gather import ParamGather
+from megatron.core.distributed.param_layout import BufferLayout, bucket_alignment, default_bucket_size, plan_buffer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils.collectives import broadcast
 from megatron.core.utils.groups import group_rank, group_size
@@ -76,6 +83,9 @@ class DistributedDataParallel(torch.nn.Module):
         for kind in sorted({self._kind(param) for param in self.params.values()}, key=str):
             self._build_buffer(kind)
         self._order_buckets()
+        self.param_gather: ParamGather | None = None
+        if ddp_config.use_distributed_optimizer:
+            self.param_gather = ParamGather(self.bucket_groups[::-1], module, ddp_config.overlap_param_gather)
         self._bucket_of = {param: bucket for bucket in self.bucket_groups for param in bucket.params.values()}
         # an fp16 overflow is no fault: the optimizer finds it, skips the step and lowers the loss scale
         self._checks_gradients = ddp_config.check_for_nan_in_grad and not config.fp16
@@ -117,17 +127,25 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _build_buffer(self, kind: tuple[torch.dtype, bool]) -> None:
         """Lay out the parameters of one kind and cut their buffer into buckets."""
+        cfg = self.ddp_config
         named = [(name, param) for name, param in self.params.items() if self._kind(param) == kind]
-        alignment = HIGH_BUSBW_ALIGNMENT if self.ddp_config.pad_buckets_for_high_nccl_busbw else 1
-        layout = plan_buffer([param.numel() for _, param in named], self._bucket_size, alignment)
-        dtype = main_grad_dtype(kind[0], bool(self.ddp_config.grad_reduce_in_fp32))
-        buffer = ParamAndGradBuffer(dict(named), dtype, layout)
-        self.buffers_by_kind[kind] = buffer
         reduction, group = self._reduction(is_expert=kind[1])
+        layout = self._plan([param for _, param in named], group)
+        dtype = main_grad_dtype(kind[0], bool(cfg.grad_reduce_in_fp32))
+        buffer = ParamAndGradBuffer(dict(named), dtype, layout, holds_params=cfg.use_distributed_optimizer)
+        self.buffers_by_kind[kind] = buffer
         for bucket in layout.buckets:
             members = dict(named[i] for i in bucket.params)
             data = buffer.grad_data[bucket.start : bucket.end]
-            self.bucket_groups.append(BucketGroup(len(self.bucket_groups), members, data, reduction, group))
+            sharded = None
+            if buffer.param_data is not None:
+                offsets = tuple(layout.offsets[i] - bucket.start for i in bucket.params)
+                sharded = BucketParams(buffer.param_data[bucket.start : bucket.end], offsets)
+            self.bucket_groups.append(BucketGroup(len(self.bucket_groups), members, data, reduction, group, sharded))
+
+    def _plan(self, params: list[torch.nn.Parameter], group: dist.ProcessGroup | None) -> BufferLayout:
+        alignment = bucket_alignment(group_size(group), self.ddp_config.pad_buckets_for_high_nccl_busbw)
+        return plan_buffer([param.numel() for param in params], self._bucket_size, alignment, packed_units(params))
 
     def _order_buckets(self) -> None:
         """Sort by the parameter that backward reaches last, and number the buckets anew."""
@@ -204,14 +222,21 @@ class DistributedDataParallel(torch.nn.Module):
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply all gradients by a number or a one-element tensor []; only after the reduction."""
         for bucket in self.bucket_groups:
-            assert bucket.state is BucketState.REDUCED, (
-                f"bucket {bucket.index} was scaled while {bucket.state.value}; call finish_grad_sync() first"
-            )
-        for buffer in self.buffers_by_kind.values():
-            buffer.scale(factor)
+            bucket.scale(factor)
+
+    def start_param_sync(self) -> None:
+        """Gather the parameters whose shards were updated; with overlap they arrive during the next forward pass."""
+        assert self.param_gather is not None, "use_distributed_optimizer=False: every rank holds whole parameters"
+        self.param_gather.start()
+
+    def finish_param_sync(self) -> None:
+        """Complete all parameters; to be called before they are read outside a forward pass."""
+        if self.param_gather is not None:
+            self.param_gather.finish()
 
     def broadcast_params(self) -> None:
         """Give all replicas of a parameter the values of the first one."""
+        self.finish_param_sync()
         for param in self.module.parameters():
             group = self.pg_collection.expt_dp if is_expert_parameter(param) else self.pg_collection.dp_cp
             broadcast(param.data, group)
@@ -228,8 +253,10 @@ class DistributedDataParallel(torch.nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The wrapped module's, without a prefix."""
+        self.finish_param_sync()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's, without a prefix."""
+        self.finish_param_sync()
         return self.module.load_state_dict(*args, **kwargs)

@@ -11,13 +11,14 @@ Keys are those of Megatron's torch_dist format:
 
 import re
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
 
 from megatron.core.configs.layer_pattern import moe_layer_pattern
 from megatron.core.configs.transformer import TransformerConfig
-from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing import ShardedTensor, boxes_of_range
 from megatron.core.module_api.global_names import named_global_buffers, named_global_parameters
 from megatron.core.param_attrs import ParamAttrs, num_real_rows, param_attrs
 
@@ -43,22 +44,38 @@ class StackedKey:
         """
         if param is None:
             return [self._box(tensor, tuple(tensor.shape), (0,) * tensor.dim())]
-        boxes = self._cut(tensor, param_attrs(param))
+        boxes = self._rectangle(tensor, (0,) * tensor.dim(), tuple(tensor.shape), param_attrs(param))
         return [replace(box, num_needed_rows=num_real_rows(param)) for box in boxes]
 
-    def _cut(self, tensor: Tensor, attrs: ParamAttrs) -> list[ShardedTensor]:
-        """One box for each part of `tensor` [as the parameter]."""
-        dim = attrs.partition_dim
-        if dim is None or attrs.full_shape in (None, tuple(tensor.shape)):
-            return [self._box(tensor, tuple(tensor.shape), (0,) * tensor.dim())]
-        assert attrs.full_shape is not None, "a parameter that is cut knows its whole shape"
-        part_size, full_part = tensor.shape[dim] // attrs.num_parts, attrs.full_shape[dim] // attrs.num_parts
-        boxes = []
-        for number, part in enumerate(tensor.chunk(attrs.num_parts, dim)):
-            start = number * full_part + attrs.partition_rank * part_size
-            boxes.append(
-                self._box(part, attrs.full_shape, tuple(start if d == dim else 0 for d in range(tensor.dim())))
-            )
+    def flat_boxes(self, flat: Tensor, flat_range: tuple[int, int], param: torch.nn.Parameter) -> list[ShardedTensor]:
+        """Place elements `flat_range` of the flattened `param` [...], which is cut or not.
+
+        Shapes: `flat` [n]. The range falls into rectangles, and each of them where the parts of a gated fc1 meet.
+        """
+        boxes: list[ShardedTensor] = []
+        position = 0
+        for offset, size in boxes_of_range(tuple(param.shape), *flat_range):
+            data = flat[position : position + prod(size)].view(size)
+            position += prod(size)
+            boxes += self._rectangle(data, offset, tuple(param.shape), param_attrs(param))
+        return [replace(box, num_needed_rows=num_real_rows(param)) for box in boxes]
+
+    def _rectangle(
+        self, data: Tensor, offset: tuple[int, ...], shape: tuple[int, ...], attrs: ParamAttrs
+    ) -> list[ShardedTensor]:
+        """One box for each part that `data` [...] touches; it lies at `offset` of a local tensor of `shape`."""
+        dim, full = attrs.partition_dim, attrs.full_shape
+        if dim is None or full is None or full == shape:
+            return [self._box(data, shape, offset)]
+        part_size, full_part = shape[dim] // attrs.num_parts, full[dim] // attrs.num_parts
+        boxes, begin, end = [], offset[dim], offset[dim] + data.shape[dim]
+        while begin < end:
+            part, within = divmod(begin, part_size)
+            count = min(end - begin, part_size - within)
+            start = part * full_part + attrs.partition_rank * part_size + within
+            piece = data.narrow(dim, begin - offset[dim], count)
+            boxes.append(self._box(piece, full, (*offset[:dim], start, *offset[dim + 1 :])))
+            begin += count
         return boxes
 
     def _box(self, tensor: Tensor, shape: tuple[int, ...], offset: tuple[int, ...]) -> ShardedTensor:

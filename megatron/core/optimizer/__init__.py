@@ -5,12 +5,19 @@ from collections.abc import Sequence
 import torch
 
 from megatron.core.module_api.global_names import named_global_parameters
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, require_sharded
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-__all__ = ["MegatronOptimizer", "OptimizerConfig", "OptimizerParamScheduler", "get_megatron_optimizer"]
+__all__ = [
+    "DistributedOptimizer",
+    "MegatronOptimizer",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
+    "get_megatron_optimizer",
+]
 
 
 def get_megatron_optimizer(
@@ -21,4 +28,6 @@ def get_megatron_optimizer(
     """Build the optimizer over the trainable parameters of all chunks; every rank must call it."""
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     named = [pair for chunk in model_chunks for pair in named_global_parameters(chunk) if pair[1].requires_grad]
+    if config.use_distributed_optimizer:
+        return DistributedOptimizer(config, named, groups, require_sharded(model_chunks))
     return MegatronOptimizer(config, named, groups)

@@ -3,7 +3,7 @@
 A bf16 weight cannot take up an update below 1/256 of itself; the fp32 copy can, and the parameter is its rounding.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -32,6 +32,10 @@ class MainParams:
             if main.grad is not None:
                 grads.append(main.grad)
         return grads
+
+    def grads_by_param(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """The gradients that `collect_grads` found, with the model parameters that they belong to."""
+        return ((param, main.grad) for param, main in self.pairs if main.grad is not None)
 
     def release_grads(self) -> None:
         """Undo `collect_grads`: backward must find no gradient that is a view of a buffer, or it adds to it twice."""

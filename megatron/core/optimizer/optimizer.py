@@ -11,16 +11,18 @@ State is kept by the parameter's global name, so that it can be saved and loaded
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.optimizer.clip_grads import clip_by_total_norm, count_zeros, total_norm, unique_tensors
 from megatron.core.optimizer.grad_scaler import build_grad_scaler
-from megatron.core.optimizer.main_params import MainParams
+from megatron.core.optimizer.main_params import HALF_DTYPES, MainParams
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import build_param_groups
+from megatron.core.optimizer.precision_aware_adam import PrecisionAwareAdam
+from megatron.core.optimizer.sharded_params import ShardedMainParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils.collectives import MAX, all_reduce
 
@@ -29,6 +31,23 @@ SAVED_GROUP_KEYS = ("lr", "weight_decay")
 
 MAIN_PARAM = "main_param"
 """Key of a main copy among the saved tensors of its parameter."""
+
+
+MAIN_GRAD = "main_grad"
+"""Key of the reduced gradient where whole states are compared."""
+
+
+class ParamState(NamedTuple):
+    """What the optimizer keeps of one parameter on this rank."""
+
+    name: str
+    """global name"""
+    param: torch.nn.Parameter
+    """the model's parameter"""
+    tensors: dict[str, torch.Tensor]
+    """the live tensors by key: of the parameter's shape, flat [n] if only a range of it is kept, or scalars []"""
+    flat_range: tuple[int, int] | None = None
+    """first element of the flattened parameter that is kept, and the one behind the last; None: all in its shape"""
 
 
 class MegatronOptimizer:
@@ -51,13 +70,18 @@ class MegatronOptimizer:
         self.device = named_params[0][1].device
         groups = build_param_groups(named_params, config, pg_collection)
         _check_dtypes(config, groups)
-        self._main = MainParams(param for group in groups for param in group["params"])
+        self.norm_groups = pg_collection
+        self._main = self._build_main(param for group in groups for param in group["params"])
         main_of = dict(self._main.pairs)
         for group in groups:
-            group["params"] = [main_of[param] for param in group["params"]]
+            kept = [(name, main_of[p]) for name, p in zip(group["names"], group["params"], strict=True) if p in main_of]
+            group["names"], group["params"] = [name for name, _ in kept], [main for _, main in kept]
         self._inner = _build_inner(config, groups)
         self._fill_state()
         self._scaler = build_grad_scaler(config, self.device)
+
+    def _build_main(self, params: Iterable[torch.nn.Parameter]) -> MainParams | ShardedMainParams:
+        return MainParams(params)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -101,11 +125,11 @@ class MegatronOptimizer:
                 self._main.release_grads()
                 return False, None, None
         # Step 3
-        unique = unique_tensors(self._grads_by_param(), self.pg_collection)
-        norm = total_norm(unique, self.pg_collection, self.device)
+        unique = unique_tensors(self._main.grads_by_param(), self.norm_groups)
+        norm = total_norm(unique, self.norm_groups, self.device)
         num_zeros = None
         if self.config.log_num_zeros_in_grad:
-            num_zeros = int(count_zeros(unique, self.pg_collection, self.device))
+            num_zeros = int(count_zeros(unique, self.norm_groups, self.device))
         # Step 4
         if self.config.clip_grad > 0.0:
             clip_by_total_norm(grads, self.config.clip_grad, norm)
@@ -114,9 +138,6 @@ class MegatronOptimizer:
         self._main.release_grads()
         self._main.write_back()
         return True, float(norm), num_zeros
-
-    def _grads_by_param(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        return ((param, main.grad) for param, main in self._main.pairs if main.grad is not None)
 
     def _unscale(self, grads: list[torch.Tensor]) -> bool:
         """Divide by the loss scale; True if any rank of the world has a gradient that is not finite."""
@@ -141,12 +162,12 @@ class MegatronOptimizer:
                 continue
             self._inner.state[param] = {
                 "step": torch.zeros((), dtype=torch.float32, device=param.device),
-                "exp_avg": torch.zeros_like(param),
-                "exp_avg_sq": torch.zeros_like(param),
+                "exp_avg": torch.zeros_like(param, dtype=self.config.moment_dtype("exp_avg", param.dtype)),
+                "exp_avg_sq": torch.zeros_like(param, dtype=self.config.moment_dtype("exp_avg_sq", param.dtype)),
             }
 
-    def named_state(self) -> Iterator[tuple[str, torch.nn.Parameter, dict[str, torch.Tensor]]]:
-        """Yield (global name, model parameter, its state tensors), the live ones, in group order.
+    def named_state(self) -> Iterator[ParamState]:
+        """Yield what this rank keeps, in group order.
 
         Adam: `step` [], `exp_avg`, `exp_avg_sq`; SGD: `momentum_buffer`; with half-precision parameters also
         `main_param`. All but `step` have the parameter's shape.
@@ -154,9 +175,17 @@ class MegatronOptimizer:
         names = (name for group in self.param_groups for name in group["names"])
         for name, (param, main) in zip(names, self._main.pairs, strict=True):
             tensors = {key: value for key, value in self._inner.state[main].items() if value is not None}
-            if main is not param:
+            if param.dtype in HALF_DTYPES:
                 tensors[MAIN_PARAM] = main.detach()
-            yield name, param, tensors
+            yield ParamState(name, param, tensors)
+
+    def whole_state(self) -> Iterator[ParamState]:
+        """Yield the state of every parameter in the parameter's shape, with its reduced gradient as `main_grad`."""
+        for state in self.named_state():
+            main_grad = getattr(state.param, "main_grad", None)
+            if main_grad is not None:
+                state.tensors[MAIN_GRAD] = main_grad
+            yield state
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on: `state` by name, `param_groups`, `grad_scaler`."""
@@ -165,7 +194,7 @@ class MegatronOptimizer:
             for group in self.param_groups
         ]
         return {
-            "state": {name: tensors for name, _, tensors in self.named_state()},
+            "state": {state.name: state.tensors for state in self.named_state()},
             "param_groups": groups,
             "grad_scaler": {} if self._scaler is None else self._scaler.state_dict(),
         }
@@ -173,7 +202,7 @@ class MegatronOptimizer:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`; raises CheckpointError if parameters or their state differ."""
         saved = state_dict["state"]
-        live = {name: tensors for name, _, tensors in self.named_state()}
+        live = {state.name: state.tensors for state in self.named_state()}
         _check_same_keys("optimizer state", live, saved)
         for name, tensors in live.items():
             _check_same_keys(f"optimizer state of {name!r}", tensors, saved[name])
@@ -189,7 +218,10 @@ class MegatronOptimizer:
 
 
 def _build_inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Build torch's fused Adam, AdamW or SGD; groups may be empty as long as one is not."""
+    """Build torch's fused Adam, AdamW or SGD, or the Adam with moments of other dtypes."""
+    if config.use_precision_aware_optimizer:
+        betas = (config.adam_beta1, config.adam_beta2)
+        return PrecisionAwareAdam(groups, betas, config.adam_eps, config.decoupled_weight_decay)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=config.sgd_momentum, fused=True)
     kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+import torch
+
 from megatron.core.configs.base import ConfigTopic, Violation, violation
 from megatron.core.configs.flag_spec import NO_FLAG, knob
 
@@ -50,6 +52,21 @@ class OptimizerConfig(ConfigTopic):
     clip_grad: float = 1.0
     """Largest L2 norm of all gradients together; longer ones are scaled down to it, 0 switches clipping off."""
 
+    use_distributed_optimizer: bool = knob(False, flag=NO_FLAG)
+    """Shard main weights and moments over data parallel ranks; the gradient buffers must be sharded too."""
+
+    use_precision_aware_optimizer: bool = False
+    """Keep moments and main gradients in the dtypes given below; with --use-distributed-optimizer and adam."""
+
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision-aware optimizer: dtype in which gradients are accumulated, reduced and handed to the update."""
+
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision-aware optimizer: dtype of the mean of gradients."""
+
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision-aware optimizer: dtype of the mean of squared gradients."""
+
     log_num_zeros_in_grad: bool = False
     """Count the zero elements of the gradients in each step."""
 
@@ -76,7 +93,11 @@ class OptimizerConfig(ConfigTopic):
 
     def check(self) -> list[Violation]:
         """Rules among these fields."""
-        return [*self._check_values(), *self._check_pairs()]
+        return [*self._check_values(), *self._check_pairs(), *self._check_precision()]
+
+    def moment_dtype(self, name: Literal["exp_avg", "exp_avg_sq"], param_dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which a moment of a main parameter of `param_dtype` is kept; fp64 parameters keep theirs."""
+        return torch.bfloat16 if getattr(self, f"{name}_dtype") == "bf16" else param_dtype
 
     def _check_values(self) -> list[Violation]:
         """Each number lies in its own range."""
@@ -91,6 +112,26 @@ class OptimizerConfig(ConfigTopic):
         for name in ("adam_beta1", "adam_beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 found.append(violation(self, name, "must lie in [0, 1)", "use 0.9 or 0.95, say"))
+        return found
+
+    def _check_precision(self) -> list[Violation]:
+        """What the precision-aware optimizer needs, and what needs it."""
+        found = []
+        if not self.use_precision_aware_optimizer:
+            for name in ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+                if getattr(self, name) != "fp32":
+                    names, remedy = f"{name} use_precision_aware_optimizer", "add --use-precision-aware-optimizer"
+                    found.append(violation(self, names, "other optimizers keep fp32", remedy))
+            return found
+        if not self.use_distributed_optimizer:
+            names = "use_precision_aware_optimizer use_distributed_optimizer"
+            found.append(violation(self, names, "it updates shards", "add --use-distributed-optimizer"))
+        if self.optimizer != "adam":
+            names = "use_precision_aware_optimizer optimizer"
+            found.append(violation(self, names, "it is a form of Adam", "use --optimizer adam"))
+        if self.main_grads_dtype == "bf16" and not self.bf16:
+            names = "main_grads_dtype bf16"
+            found.append(violation(self, names, "gradients of a bf16 model only", "add --bf16 or use fp32"))
         return found
 
     def _check_pairs(self) -> list[Violation]:

@@ -80,9 +80,13 @@ def reduce_scatter(
     op: dist.ReduceOp.RedOpType = SUM,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Reduce `tensor` [n * size, ...] over `group` and keep slice `rank` of it in `output` [n, ...]."""
+    """Reduce `tensor` [n * size, ...] over `group` and keep slice `rank` of it in `output` [n, ...].
+
+    `output` may be that slice of `tensor` itself; the other slices keep what they hold. With `async_op` the returned
+    handle must be waited for.
+    """
     if group_size(group) == 1:
-        output.copy_(tensor)
+        _copy_unless_same(output, tensor)
         return None
     last_collective.note("reduce_scatter", group)
     return _reduce_scatter(output, tensor, op=op, group=group, async_op=async_op)
@@ -91,12 +95,20 @@ def reduce_scatter(
 def all_gather(
     output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None, async_op: bool = False
 ) -> dist.Work | None:
-    """Put the ranks' `tensor` [n, ...] below each other, in rank order, into `output` [n * size, ...]."""
+    """Put the ranks' `tensor` [n, ...] below each other, in rank order, into `output` [n * size, ...].
+
+    `tensor` may be slice `rank` of `output` itself. With `async_op` the returned handle must be waited for.
+    """
     if group_size(group) == 1:
-        output.copy_(tensor)
+        _copy_unless_same(output, tensor)
         return None
     last_collective.note("all_gather", group)
     return _all_gather(output, tensor, group=group, async_op=async_op)
+
+
+def _copy_unless_same(output: torch.Tensor, tensor: torch.Tensor) -> None:
+    if output.data_ptr() != tensor.data_ptr():
+        output.copy_(tensor)
 
 
 def all_to_all(

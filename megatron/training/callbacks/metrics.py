@@ -19,6 +19,7 @@ from megatron.training.flops import num_floating_point_operations
 from megatron.training.global_vars import get_timers
 from megatron.training.log_line import LogValues, format_log_line
 from megatron.training.memory_estimate import MEBIBYTE
+from megatron.training.model_setup import complete_parameters
 from megatron.training.state_hash import state_hash
 from megatron.training.train_state import StepResult, TrainingRun
 from megatron.training.training_log import IntervalSums
@@ -56,6 +57,7 @@ class TrainingLog(Callback):
         if not (is_line or is_scalar):
             return
         router_figures = self._take_router_figures(run)
+        complete_parameters(run.model)
         parameters = (param for chunk in run.model for param in chunk.parameters())
         norm = float(params_norm(parameters, run.pg_collection, run.device)) if args.log_params_norm else None
         if is_scalar:

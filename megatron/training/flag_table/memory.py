@@ -34,13 +34,9 @@ FEATURES = (
         switch("--reuse-grad-buf-for-mxfp8-param-ag"),
     ),
     not_yet(
-        "optimizer states in other dtypes",
-        "drop the flag: states are fp32",
-        switch("--use-precision-aware-optimizer"),
-        value("--main-grads-dtype", str, "fp32", "fp32|bf16"),
+        "main weights in other dtypes",
+        "drop the flag: main weights are fp32",
         value("--main-params-dtype", str, "fp32", "fp32|fp16"),
-        value("--exp-avg-dtype", str, "fp32", "fp32|fp16|bf16|fp8"),
-        value("--exp-avg-sq-dtype", str, "fp32", "fp32|fp16|bf16|fp8"),
     ),
     not_yet(
         "CUDA graphs",
@@ -68,4 +64,8 @@ FEATURES = (
     ),
 )
 
-VALUES = (ValueRow("fp8_recipe", ("custom",), "refused", "FP8 recipes from user code", "use --fp8-recipe tensorwise"),)
+VALUES = (
+    ValueRow("fp8_recipe", ("custom",), "refused", "FP8 recipes from user code", "use --fp8-recipe tensorwise"),
+    ValueRow("exp_avg_dtype", ("fp16", "fp8"), "not_yet", "scaled moments", "use --exp-avg-dtype bf16"),
+    ValueRow("exp_avg_sq_dtype", ("fp16", "fp8"), "not_yet", "scaled moments", "use --exp-avg-sq-dtype bf16"),
+)

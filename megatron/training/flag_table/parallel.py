@@ -40,10 +40,8 @@ FEATURES = (
         value("--nccl-communicator-config-path", str),
     ),
     not_yet(
-        "the distributed optimizer (ZeRO-1)",
-        "drop the flag: every rank keeps the whole optimizer state",
-        switch("--use-distributed-optimizer"),
-        switch("--overlap-param-gather"),
+        "replicas of the distributed optimizer",
+        "drop the flag: states are sharded over all data parallel ranks",
         value("--num-distributed-optimizer-instances", int, 1),
     ),
     no_effect(

@@ -182,7 +182,8 @@ def test_contradiction_names_values_and_remedy(flags, subject, text):
     [
         ("--pipeline-model-parallel-size 2", "pipeline parallelism"),
         ("--context-parallel-size 2", "context parallelism"),
-        ("--use-distributed-optimizer", "the distributed optimizer"),
+        ("--exp-avg-dtype fp8", "scaled moments"),
+        ("--num-distributed-optimizer-instances 2", "replicas of the distributed optimizer"),
         ("--recompute-granularity full", "activation recompute"),
         ("--cuda-graph-impl full_iteration", "CUDA graphs"),
         ("--fp8-format hybrid", "FP8 training"),

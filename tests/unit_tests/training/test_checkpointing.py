@@ -28,6 +28,8 @@ MOE = (
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-token-dispatcher-type alltoall"
 )
 EP2 = f"{MOE} --expert-model-parallel-size 2"
+ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000"
+BF16_STATES = "--use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,9 @@ def run(world_size: int, argv: Sequence[str]) -> list[RankResult]:
         pytest.param(1, 2, MOE, "", id="moe"),
         pytest.param(1, 4, "--bf16", "--async-save", id="bf16-async-mbs4"),
         pytest.param(2, 2, EP2, "--async-save", id="ep2-async"),
+        pytest.param(2, 2, f"{EP2} --bf16 {ZERO}", "--async-save", id="ep2-zero-bf16-async"),
+        pytest.param(2, 2, f"{EP2} --bf16 {ZERO} {BF16_STATES}", "", id="ep2-bf16-states", marks=pytest.mark.full),
+        pytest.param(2, 2, f"{MOE} {ZERO} --optimizer sgd", "", id="dp2-zero-sgd", marks=pytest.mark.full),
         pytest.param(
             1, 1, "--fp16 --initial-loss-scale 65536 --loss-scale-window 2", "", id="fp16", marks=pytest.mark.full
         ),
@@ -74,6 +79,21 @@ def test_four_and_six_steps_equal_ten(
     first = run(world_size, words(corpus, model, save, "--exit-interval 4", mbs=mbs))[-1]
     second = run(world_size, words(corpus, model, save, f"--load {tmp_path}", mbs=mbs))[-1]
     assert len(straight.hashes()) == 10
+    assert first.hashes() + second.hashes() == straight.hashes()
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "loaded_with"),
+    [pytest.param(ZERO, "", id="zero-to-plain"), pytest.param("", ZERO, id="plain-to-zero", marks=pytest.mark.full)],
+)
+@pytest.mark.parametrize("precision", ["", pytest.param("--bf16", marks=pytest.mark.full)], ids=["fp32", "bf16"])
+def test_sharded_optimizer_may_come_and_go_between_runs(
+    tmp_path: Path, corpus: Path, precision: str, saved_with: str, loaded_with: str
+) -> None:
+    """Every step has the hash of the run that was never sharded: weights, gradients, moments."""
+    straight = run(2, words(corpus, EP2, precision))[-1]
+    first = run(2, words(corpus, EP2, precision, saved_with, f"--save {tmp_path} --exit-interval 4"))[-1]
+    second = run(2, words(corpus, EP2, precision, loaded_with, f"--load {tmp_path}"))[-1]
     assert first.hashes() + second.hashes() == straight.hashes()
 
 

@@ -7,7 +7,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.arguments import core_transformer_config_from_args, parse_args
-from megatron.training.memory_estimate import parameter_bytes, rank_parameters
+from megatron.training.memory_estimate import optimizer_bytes, parameter_bytes, rank_parameters
 
 BASE = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
@@ -81,3 +81,13 @@ def test_estimate_equals_the_model_to_the_byte(variant, ep_size, monkeypatch):
     expert = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name and "shared" not in name)
     assert rank_parameters(args).expert == expert
     assert {p.dtype for p in parameters} == {torch.bfloat16 if args.bf16 else torch.float32}
+
+
+def test_sharded_optimizer_takes_a_rank_its_share(monkeypatch):
+    """EP 2 of 4 ranks: dense states are cut in 4, those of experts in 2; two fp32 moments are 8 bytes."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    flags = f"{VARIANTS['moe']} --expert-model-parallel-size 2 --use-distributed-optimizer"
+    args = parse_args(f"{BASE} {flags}".split())
+    args.padded_vocab_size = 128
+    count = rank_parameters(args)
+    assert optimizer_bytes(args) == 8 * (count.dense // 4 + count.expert // 2)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron.core.optimizer.optimizer import ParamState
 from megatron.training.state_hash import combine, state_hash, tensor_digest
 
 
@@ -12,9 +13,9 @@ class FakeOptimizer:
     def __init__(self, params):
         self.params = params
 
-    def named_state(self):
+    def whole_state(self):
         for name, param in self.params.items():
-            yield name, param, {"exp_avg": param.exp_avg}
+            yield ParamState(name, param, {"main_grad": param.main_grad, "exp_avg": param.exp_avg})
 
 
 def build_state():

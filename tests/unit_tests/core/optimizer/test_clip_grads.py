@@ -46,6 +46,14 @@ def test_norm_of_bf16_gradients_is_taken_in_fp32():
     assert norm.item() == pytest.approx(31.622776, rel=1e-6)
 
 
+def test_bits_of_the_norm_do_not_depend_on_the_cut():
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(100):
+        whole = torch.randn(1000, generator=generator)
+        parts = list(whole.split([64, 1, 500, 435]))
+        assert total_norm(UniqueTensors(dense=[whole]), ALONE, CPU) == total_norm(UniqueTensors(parts), ALONE, CPU)
+
+
 def test_norm_of_fp64_gradients_is_fp64():
     norm = total_norm(UniqueTensors(dense=[torch.ones(2, dtype=torch.float64)]), ALONE, CPU)
     assert norm.item() == 2.0**0.5

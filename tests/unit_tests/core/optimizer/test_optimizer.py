@@ -197,7 +197,9 @@ def test_resumed_optimizer_continues_bitwise(algorithm, dtype, fields):
 
 def test_state_has_its_full_structure_before_the_first_step():
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=True), [Model(torch.bfloat16)])
-    shapes = {name: {key: list(t.shape) for key, t in tensors.items()} for name, _, tensors in optimizer.named_state()}
+    shapes = {
+        name: {key: list(t.shape) for key, t in tensors.items()} for name, _, tensors, _ in optimizer.named_state()
+    }
     assert shapes == {
         "matrix": {"step": [], "exp_avg": [3, 4], "exp_avg_sq": [3, 4], "main_param": [3, 4]},
         "vector": {"step": [], "exp_avg": [5], "exp_avg_sq": [5], "main_param": [5]},
