@@ -97,6 +97,31 @@ def test_sharded_optimizer_may_come_and_go_between_runs(
     assert first.hashes() + second.hashes() == straight.hashes()
 
 
+def test_run_that_was_told_to_stop_goes_on_in_the_same_bits(tmp_path: Path, corpus: Path) -> None:
+    """SIGTERM reaches both ranks at some step; the steps before and after it are those of an undisturbed run."""
+    save, outputs = tmp_path / "save", tmp_path / "outputs"
+    outputs.mkdir()
+    straight = run(2, words(corpus, EP2, "--train-iters 60", mbs=1))[-1].hashes()
+    stopped = words(corpus, EP2, f"--train-iters 60 --exit-signal-handler --save {save}", mbs=1)
+
+    def body() -> int:
+        sys.argv = ["pretrain_gpt.py", *stopped]
+        return pretrain_gpt.main()
+
+    children = start_ranks(2, body, outputs)
+    log = outputs / "rank1.log"
+    while not (log.exists() and "iteration        5/" in log.read_text()):
+        time.sleep(0.01)
+    for child in children:
+        os.kill(child, signal.SIGTERM)
+    first = wait_ranks(children, outputs)
+    assert [rank.status for rank in first] == [0, 0], first[0].output[-3000:]
+    before = first[-1].hashes()
+    assert 5 <= len(before) < 60
+    after = run(2, words(corpus, EP2, f"--train-iters 60 --load {save}", mbs=1))[-1].hashes()
+    assert before + after == straight
+
+
 SAMPLES = "samples of a micro batch: "
 
 
