@@ -55,6 +55,7 @@ def start_ranks(world_size: int, body: Callable[[], int], outputs: Path) -> list
 def _fork(rank: int, world_size: int, port: int, body: Callable[[], int], log: Path) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
+    log.write_text("")  # there before the rank is, for whoever watches it
     child = os.fork()
     if child:
         return child
