@@ -41,8 +41,8 @@ class Part:
 
 LAUNCHES = "tests/gpu_tests/test_launches.py"
 PARTS = (
-    Part("loss", (f"{LAUNCHES}::test_loss_curves_of_cpu_and_cuda_agree[1]",), 150),
-    Part("loss-ep2", (f"{LAUNCHES}::test_loss_curves_of_cpu_and_cuda_agree[2]",), 150, num_gpus=2),
+    Part("loss", (f"{LAUNCHES}::test_loss_curves_of_cpu_and_cuda_agree",), 150),
+    Part("loss-ep2", (f"{LAUNCHES}::test_loss_curves_agree_on_two_gpus",), 150, num_gpus=2),
     Part("bf16", (f"{LAUNCHES}::test_bf16_mixture_learns_with_grouped_experts",), 120),
     Part("repeatable", (f"{LAUNCHES}::test_deterministic_runs_are_bitwise_equal",), 120),
     Part("resume", (f"{LAUNCHES}::test_resume_with_dropout_is_bitwise_on_a_gpu",), 120),
