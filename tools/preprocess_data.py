@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,13 @@ from megatron.core.errors import USER_ERRORS, ConfigError, DataError, exit_code
 from megatron.core.tokenizers import MegatronTokenizer, build_tokenizer
 from megatron.core.tokenizers.registry import KINDS
 
-DOCUMENTS_PER_TASK = 64
+TASK_CHARACTERS = 1 << 18
+"""Text of one task: large enough that starting and sending it costs little beside tokenizing it."""
+
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 
-Encoded = list[np.ndarray]
+Encoded = list[tuple[np.ndarray, np.ndarray]]
+"""For each key the tokens [n] of a portion of documents, and their number in each document, int32 [D]."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -101,23 +105,28 @@ class Encoder:
         self.keys = args.json_keys
         self.eod = self.tokenizer.eod if args.append_eod else None
         self.dtype = np.dtype(optimal_dtype(self.tokenizer.vocab_size))
+        self.end = np.array([] if self.eod is None else [self.eod], dtype=self.dtype)
 
-    def encode(self, numbered: tuple[int, list[str]]) -> list[Encoded]:
-        """Return, for each document of a task, its tokens [n] for each key."""
+    def encode(self, numbered: tuple[int, list[str]]) -> Encoded:
+        """Return, for each key, the tokens of a task's documents in a row: few large arrays are cheap to send."""
         first, documents = numbered
-        return [self._encode_document(first + place, document) for place, document in enumerate(documents)]
+        texts = [self._texts(first + place, document) for place, document in enumerate(documents)]
+        return [self._encode_texts(column) for column in zip(*texts, strict=True)]
 
-    def _encode_document(self, number: int, document: str) -> Encoded:
-        texts = self._texts(number, document) if self.is_json else [document]
-        encoded = []
-        for text in texts:
+    def _encode_texts(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        arrays, lengths = [], np.zeros(len(texts), dtype=np.int32)
+        for place, text in enumerate(texts):
             tokens = self.tokenizer.tokenize_array(text, self.dtype)
+            lengths[place] = len(tokens)
+            arrays.append(tokens)
             if len(tokens) and self.eod is not None:
-                tokens = np.append(tokens, self.dtype.type(self.eod))
-            encoded.append(tokens)
-        return encoded
+                lengths[place] += 1
+                arrays.append(self.end)
+        return np.concatenate(arrays), lengths
 
     def _texts(self, number: int, line: str) -> list[str]:
+        if not self.is_json:
+            return [line]
         try:
             record: Any = json.loads(line)
         except json.JSONDecodeError as error:
@@ -139,7 +148,7 @@ def _start_worker(args: argparse.Namespace) -> None:
     _ENCODER.append(Encoder(args))
 
 
-def _run_task(task: tuple[int, list[str]]) -> list[Encoded] | Exception:
+def _run_task(task: tuple[int, list[str]]) -> Encoded | Exception:
     """Encode in a worker; an error of the user travels back as a value, so that the pool ends in order."""
     try:
         return _ENCODER[-1].encode(task)
@@ -148,21 +157,20 @@ def _run_task(task: tuple[int, list[str]]) -> list[Encoded] | Exception:
 
 
 def make_tasks(documents: Iterable[str], max_documents: int | None) -> Iterator[tuple[int, list[str]]]:
-    """Yield (number of the first document, documents) in equal portions."""
+    """Yield (number of the first document, documents) in portions of about equal length."""
     portion: list[str] = []
-    number = 0
-    for document in documents:
-        if max_documents is not None and number + len(portion) >= max_documents:
-            break
+    number = num_characters = 0
+    for document in islice(documents, max_documents):
         portion.append(document)
-        if len(portion) == DOCUMENTS_PER_TASK:
+        num_characters += len(document)
+        if num_characters >= TASK_CHARACTERS:
             yield number, portion
-            number, portion = number + len(portion), []
+            number, portion, num_characters = number + len(portion), [], 0
     if portion:
         yield number, portion
 
 
-def encode_all(args: argparse.Namespace, encoder: Encoder) -> Iterator[list[Encoded]]:
+def encode_all(args: argparse.Namespace, encoder: Encoder) -> Iterator[Encoded]:
     """Yield the encoded tasks in the order of the input, from this process or from a pool of workers."""
     tasks = make_tasks(read_documents(args.input, args.input_format), args.max_documents)
     if args.workers == 1:
@@ -196,12 +204,12 @@ def preprocess(args: argparse.Namespace) -> list[str]:
     start = time.monotonic()
     with tqdm(unit=" documents", disable=not sys.stderr.isatty()) as progress:
         for task in encode_all(args, encoder):
-            for document in task:
-                for builder, tokens in zip(builders, document, strict=True):
-                    builder.add_document(tokens, [len(tokens)] if len(tokens) else [])
-                    num_tokens += len(tokens)
-            progress.update(len(task))
-            before, num_documents = num_documents, num_documents + len(task)
+            for builder, (tokens, lengths) in zip(builders, task, strict=True):
+                builder.add_documents(tokens, lengths)
+                num_tokens += len(tokens)
+            added = len(task[0][1])
+            progress.update(added)
+            before, num_documents = num_documents, num_documents + added
             if progress.disable and num_documents // args.log_interval > before // args.log_interval:
                 rate = num_documents / (time.monotonic() - start)
                 print(f"{num_documents} documents, {rate:.0f} per second", file=sys.stderr)

@@ -2,7 +2,7 @@
 """Measure the data path against what training needs of it: `python tools/benchmark/data.py [--output FILE]`.
 
     index       seconds to build, store and load the sample order of 1 M documents / 1 G tokens, at most 5 s
-    preprocess  text per second of processor time, over that of the bare tokenizer, at least 0.8 with one worker
+    preprocess  text per second of processor time, over that of the bare tokenizer, at least 0.8
     loader      samples per second, over what a rank of the quickstart takes, at least 20
 
 Figures are medians of interleaved runs; the raw times are in the JSON. Exit code 1 if a bound is missed.
@@ -41,7 +41,8 @@ CORPUS = ROOT / "examples" / "data" / "kjv_genesis_ruth.txt"
 NUM_DOCUMENTS, NUM_TOKENS = 1_000_000, 1_000_000_000
 MAX_INDEX_S, MIN_PREPROCESS_RATIO, MIN_LOADER_RATIO = 5.0, 0.8, 20.0
 QUICKSTART = {"seq_length": 128, "micro_batch_size": 16}
-CORPUS_COPIES = 16
+CORPUS_COPIES = {"ByteTokenizer": 64}
+DEFAULT_CORPUS_COPIES = 16
 
 
 def seconds(action: Callable[[], Any]) -> float:
@@ -126,19 +127,22 @@ def measure_preprocess(repeats: int) -> dict[str, Any]:
     Processor time, so that it does not matter what else the machine does; with workers it is the sum over all
     processes, each with a tokenizer and a word cache of its own to fill, which counts less the larger the corpus is.
     """
-    documents = list(preprocess_data.read_documents(str(CORPUS), "text")) * CORPUS_COPIES
-    num_bytes = sum(len(document.encode()) for document in documents)
+    corpus = list(preprocess_data.read_documents(str(CORPUS), "text"))
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lines = folder / "in.jsonl"
-        lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
         for kind, flags in tokenizer_flags(folder).items():
+            documents = corpus * CORPUS_COPIES.get(kind, DEFAULT_CORPUS_COPIES)
+            num_bytes = sum(len(document.encode()) for document in documents)
+            lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
             words = ["--input", str(lines), "--output-prefix", str(folder / "out"), "--append-eod", *flags]
             raw: dict[str, list[float]] = {"bare": [], "1 worker": [], "2 workers": []}
             for _ in range(repeats):
                 encoder = preprocess_data.Encoder(preprocess_data.parse_arguments([*words, "--workers", "1"]))
-                raw["bare"].append(cpu_seconds(lambda e=encoder: [e.tokenizer.tokenize(text) for text in documents]))
+                raw["bare"].append(
+                    cpu_seconds(lambda e=encoder, d=documents: [e.tokenizer.tokenize(text) for text in d])
+                )
                 for workers in (1, 2):
                     args = preprocess_data.parse_arguments([*words, "--workers", str(workers)])
                     label = f"{workers} worker" + "s" * (workers > 1)
@@ -146,13 +150,14 @@ def measure_preprocess(repeats: int) -> dict[str, Any]:
             medians = {label: statistics.median(times) for label, times in raw.items()}
             ratio = {label: medians["bare"] / medians[label] for label in raw if label != "bare"}
             results[kind] = {
+                "bytes": num_bytes,
                 "bare_mb_per_cpu_s": num_bytes / medians["bare"] / 1e6,
                 "ratio": ratio,
                 "raw_cpu_s": raw,
-                "passed": ratio["1 worker"] >= MIN_PREPROCESS_RATIO,
+                "passed": min(ratio.values()) >= MIN_PREPROCESS_RATIO,
             }
     passed = all(row["passed"] for row in results.values())
-    return {"bytes": num_bytes, "tokenizers": results, "bound": MIN_PREPROCESS_RATIO, "passed": passed}
+    return {"tokenizers": results, "bound": MIN_PREPROCESS_RATIO, "passed": passed}
 
 
 def step_ms_of_log(path: str) -> float:
@@ -210,8 +215,7 @@ def report(results: dict[str, Any]) -> str:
         lines.append(f"{'index, 1 M documents / 1 G tokens, ' + name:<52}{value:>10.2f} s{'<= 5 s':>10}")
     for kind, row in results["preprocess"]["tokenizers"].items():
         for label, value in row["ratio"].items():
-            bound = ">= 0.8 x" if label == "1 worker" else ""
-            lines.append(f"{f'preprocess, {kind}, {label}':<52}{value:>10.2f} x{bound:>10}")
+            lines.append(f"{f'preprocess, {kind}, {label}':<52}{value:>10.2f} x{'>= 0.8 x':>10}")
     for label, value in results["loader"]["ratio"].items():
         lines.append(f"{f'loader, {label}':<52}{value:>10.0f} x{'>= 20 x':>10}")
     return "\n".join(lines)

@@ -70,14 +70,14 @@ class IndexedDatasetBuilder:
     def _write(self, tokens: Any) -> int:
         """Append tokens [n] to the file and return n."""
         values = np.asarray(tokens)
-        if values.size and self._limits is not None:
+        if values.size and values.dtype != self.dtype and self._limits is not None:
             low, high = int(values.min()), int(values.max())
             if low < self._limits.min or high > self._limits.max:
                 raise DataError(
                     f"token id {low if low < self._limits.min else high}: outside of {self.dtype.name}, the "
                     f"dtype of {self._bin_path}; write with a wider dtype."
                 )
-        self._file.write(values.astype(self.dtype, copy=False).tobytes(order="C"))
+        self._file.write(np.ascontiguousarray(values, dtype=self.dtype).data)
         return values.size
 
     def _append_length(self, length: int) -> None:
@@ -101,6 +101,18 @@ class IndexedDatasetBuilder:
         for length in lengths:
             self._append_length(length)
         self.end_document()
+
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Append whole documents of one sequence each: tokens [sum(lengths)], lengths int [D]; 0 leaves no sequence."""
+        written, total = self._write(tokens), int(lengths.sum())
+        if written != total:
+            raise DataError(
+                f"lengths of {len(lengths)} documents: their sum {total} is not the {written} tokens; fix one."
+            )
+        for length in lengths.tolist():
+            if length:
+                self._append_length(length)
+            self.end_document()
 
     def add_index(self, path_prefix: str) -> None:
         """Append all documents of another pair of files, which must have the same dtype."""

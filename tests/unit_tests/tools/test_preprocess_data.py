@@ -40,7 +40,7 @@ def test_empty_texts_leave_borders_and_no_sequence(jsonl, tmp_path, options, exp
 
 @pytest.mark.parametrize("options", [(), ("--append-eod",)])
 def test_two_workers_write_the_same_files_as_one(jsonl, tmp_path, monkeypatch, options):
-    monkeypatch.setattr(preprocess_data, "DOCUMENTS_PER_TASK", 1)
+    monkeypatch.setattr(preprocess_data, "TASK_CHARACTERS", 1)
     run(jsonl, tmp_path / "one", *options)
     run(jsonl, tmp_path / "two", *options, "--workers", "2")
     for suffix in (".bin", ".idx"):
@@ -53,7 +53,7 @@ def test_slow_worker_keeps_its_place(jsonl, tmp_path, monkeypatch):
         time.sleep(0.3 if text == "a" else 0.0)
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
-    monkeypatch.setattr(preprocess_data, "DOCUMENTS_PER_TASK", 1)
+    monkeypatch.setattr(preprocess_data, "TASK_CHARACTERS", 1)
     monkeypatch.setattr("megatron.core.tokenizers.byte.ByteTokenizer._encode", encode)
     assert sequences(run(jsonl, tmp_path / "out", "--workers", "2")[0]) == [[97], [98]]
 
@@ -88,9 +88,10 @@ def test_documents_can_be_limited(jsonl, tmp_path):
     assert dataset.document_indices.tolist() == [0, 0, 1]
 
 
-def test_tasks_number_their_documents():
-    tasks = list(make_tasks((str(place) for place in range(130)), max_documents=129))
-    assert [(first, len(portion)) for first, portion in tasks] == [(0, 64), (64, 64), (128, 1)]
+def test_tasks_number_their_documents(monkeypatch):
+    monkeypatch.setattr(preprocess_data, "TASK_CHARACTERS", 5)
+    tasks = list(make_tasks(["abc", "de", "fghijk", "", "l", "m"], max_documents=5))
+    assert tasks == [(0, ["abc", "de"]), (2, ["fghijk"]), (3, ["", "l"])]
 
 
 def test_tokenizer_without_an_end_of_document_is_named(jsonl, tmp_path, monkeypatch, capsys):
@@ -111,7 +112,7 @@ def test_tokenizer_without_an_end_of_document_is_named(jsonl, tmp_path, monkeypa
     ],
 )
 def test_broken_input_is_named(tmp_path, capsys, monkeypatch, workers, text, message):
-    monkeypatch.setattr(preprocess_data, "DOCUMENTS_PER_TASK", 1)
+    monkeypatch.setattr(preprocess_data, "TASK_CHARACTERS", 1)
     path = tmp_path / "in.jsonl"
     path.write_text(text)
     arguments = ["--input", str(path), "--output-prefix", str(tmp_path / "o"), "--tokenizer-type", "ByteTokenizer"]
@@ -129,7 +130,7 @@ def test_missing_input_and_missing_workers_are_named(tmp_path, capsys):
 
 
 def test_progress_is_told_in_lines_where_no_terminal_is(jsonl, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(preprocess_data, "DOCUMENTS_PER_TASK", 1)
+    monkeypatch.setattr(preprocess_data, "TASK_CHARACTERS", 1)
     run(jsonl, tmp_path / "out", "--log-interval", "2")
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(",")[0] for line in lines] == ["2 documents", "4 documents"]

@@ -108,3 +108,24 @@ def test_index_appears_only_when_it_is_complete(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_tokens(tmp_path / "a", [[1]])
     assert not (tmp_path / "a.idx").exists()
+
+
+def test_documents_given_at_once_equal_documents_given_singly(tmp_path):
+    tokens, lengths = np.arange(5, dtype=np.uint16), np.array([2, 0, 3], dtype=np.int32)
+    for name in ("once", "singly"):
+        builder = IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=np.uint16)
+        if name == "once":
+            builder.add_documents(tokens, lengths)
+        else:
+            builder.add_document(tokens[:2], [2])
+            builder.add_document(tokens[:0], [])
+            builder.add_document(tokens[2:], [3])
+        builder.finalize(str(tmp_path / f"{name}.idx"))
+    for suffix in ("bin", "idx"):
+        assert (tmp_path / f"once.{suffix}").read_bytes() == (tmp_path / f"singly.{suffix}").read_bytes()
+
+
+def test_lengths_that_do_not_add_up_are_refused(tmp_path):
+    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.uint16)
+    with pytest.raises(DataError, match="lengths of 2 documents: their sum 4 is not the 3 tokens"):
+        builder.add_documents(np.arange(3, dtype=np.uint16), np.array([2, 2], dtype=np.int32))
