@@ -23,7 +23,7 @@ pytest_plugins = ("tests.common.fixtures",)
 
 ROOT = Path(__file__).parents[1]
 # Fixtures that start worker processes: their tests share one pool, so all of them go to the same pytest process.
-POOL_FIXTURES = frozenset({"pool", "worker_pool"})
+POOL_FIXTURES = frozenset({"pool", "worker_pool", "interpreted"})
 TIMEOUT_FULL = 600
 TIMEOUT_LAUNCH = 300
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from tests.common.interpreted import Interpreter
     from tests.common.pool import WorkerPool
 
 _POOLS: list[WorkerPool] = []
@@ -21,6 +22,19 @@ def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool()
     _POOLS.append(workers)
     yield workers
+    workers.shutdown()
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[Interpreter]:
+    """Calls a function where Triton interprets its kernels, on CPU tensors."""
+    pytest.importorskip("triton")
+    from tests.common.interpreted import ENVIRONMENT, Interpreter
+    from tests.common.pool import WorkerPool
+
+    workers = WorkerPool(ENVIRONMENT)
+    _POOLS.append(workers)
+    yield Interpreter(workers)
     workers.shutdown()
 
 

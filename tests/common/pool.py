@@ -18,7 +18,8 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -56,9 +57,10 @@ class _Worker:
 
 
 class WorkerPool:
-    """Up to `MAX_WORLD_SIZE` ranks, started when a job first needs them."""
+    """Up to `MAX_WORLD_SIZE` ranks, started when a job first needs them, with `environment` added to this process's."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self._environment = dict(environment or {})
         self.durations: list[tuple[float, str]] = []
         self._workers: list[_Worker] = []
         self._job_count = 0
@@ -129,7 +131,8 @@ class WorkerPool:
             process = context.Process(
                 target=worker_main, args=(rank, child_end, str(report_path), self._store.port), daemon=True
             )
-            process.start()
+            with _added_to_environment(self._environment):
+                process.start()
             child_end.close()
             self._workers.append(_Worker(process, parent_end, report_path))
         for worker in self._workers[first_new:]:
@@ -175,3 +178,15 @@ class WorkerPool:
             worker.process.join()
             worker.pipe.close()
         self._workers = []
+
+
+@contextmanager
+def _added_to_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """What a child process inherits while this is open."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
