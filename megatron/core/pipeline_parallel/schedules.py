@@ -9,7 +9,7 @@ import torch
 from megatron.core.errors import ConfigError
 from megatron.core.pipeline_parallel.actions import PlanShape
 from megatron.core.pipeline_parallel.executor import execute
-from megatron.core.pipeline_parallel.plans import PLANS
+from megatron.core.pipeline_parallel.plans import build_plan
 from megatron.core.pipeline_parallel.step import ForwardStepFunc, StepContext
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils.groups import group_rank, group_size
@@ -68,20 +68,22 @@ def run_schedule(
         pp_rank=group_rank(context.pg_collection.pp),
     )
     with torch.no_grad() if forward_only else nullcontext():
-        reports = execute(PLANS[plan_name(shape)](shape), context)
+        reports = execute(build_plan(plan_name(shape), shape), context)
     if not forward_only:
         _finalize(context)
     return reports
 
 
 def plan_name(shape: PlanShape) -> str:
-    """Choose the plan for a layout."""
-    if shape.pp_size > 1 or shape.num_chunks > 1:
+    """Choose the schedule for a layout."""
+    if shape.num_chunks > 1 and shape.pp_size == 1:
         raise ConfigError(
-            f"pipeline_model_parallel_size={shape.pp_size} with {shape.num_chunks} model chunks: no schedule for it is "
-            "registered; use one stage with one chunk."
+            f"pipeline_model_parallel_size=1 with {shape.num_chunks} model chunks: chunks interleave over at least 2 "
+            "stages; raise --pipeline-model-parallel-size or build one chunk."
         )
-    return "no_pipelining"
+    if shape.num_chunks > 1:
+        return "interleaved"
+    return "1f1b" if shape.pp_size > 1 else "no_pipelining"
 
 
 def _finalize(context: StepContext) -> None:

@@ -3,11 +3,11 @@
 import pytest
 
 from megatron.core.pipeline_parallel.actions import PlanShape
-from megatron.core.pipeline_parallel.plans import PLANS
+from megatron.core.pipeline_parallel.plans import build_plan
 
 
 def plan(shape):
-    return " ".join(str(action) for action in PLANS["no_pipelining"](shape))
+    return " ".join(str(action) for action in build_plan("no_pipelining", shape))
 
 
 def test_training_alternates_forward_and_backward():
