@@ -67,6 +67,11 @@ def nvte_allow_nondeterministic_algo() -> str | None:
     return _text("NVTE_ALLOW_NONDETERMINISTIC_ALGO")
 
 
+def triton_interpret() -> bool:
+    """TRITON_INTERPRET: 1 runs Triton kernels in Python on the CPU."""
+    return _text("TRITON_INTERPRET") == "1"
+
+
 def set_default(name: str, value: str) -> None:
     """Set a variable for libraries that are loaded later, unless the user has set it."""
     os.environ.setdefault(name, value)

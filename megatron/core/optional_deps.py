@@ -15,13 +15,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from megatron.core.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     triton_jit: Callable[..., Any]
-    tl: Any
+
+    class _AnyName(type):
+        def __getattr__(cls, name: str) -> Any: ...
+
+    class tl(metaclass=_AnyName):
+        """For type checkers: every name is Any, and `tl.constexpr` may annotate."""
+
+        constexpr: TypeAlias = Any
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,61 @@
+"""Rounding inside Triton kernels, with the same bits on a GPU and under the interpreter.
+
+The interpreter is no reference for narrow floats: it cuts fp32 to bf16 instead of rounding, and its e4m3 is wrong near
+and past the end of the range. Kernels therefore round through the functions below. Natively they are the hardware's
+conversion; interpreted they work on the integer bits:
+
+    bf16   add half a unit of the last kept place, less one if that place is even, and cut: ties go to even
+    e4m3   the same on the top three mantissa bits, for exponents down to -6; below, whole steps of 2^-9, rounded by
+           adding and subtracting 2^23
+
+e4m3 is clamped to +-448 first: the format has no infinity, and a cast of what lies beyond is NaN. NaN stays NaN.
+
+A kernel takes `INTERPRETED: tl.constexpr` and its launcher passes `is_interpreted()`.
+"""
+
+from megatron.core import env
+from megatron.core.optional_deps import tl, triton_jit
+
+E4M3_MAX = 448.0
+
+
+def is_interpreted() -> bool:
+    """True if Triton kernels run in Python on the CPU, which is decided when they are defined."""
+    return env.triton_interpret()
+
+
+@triton_jit
+def to_bf16(x, INTERPRETED: tl.constexpr):  # noqa: ANN001, ANN201
+    """Fp32 [...] -> bf16, to nearest, ties to even."""
+    if INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(x != x, 0x7FC0, rounded)
+        return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:  # noqa: RET505 (a compiled kernel needs both branches of a constant condition)
+        return x.to(tl.bfloat16)
+
+
+@triton_jit
+def to_e4m3(x, INTERPRETED: tl.constexpr):  # noqa: ANN001, ANN201
+    """Fp32 [...] -> float8_e4m3fn, clamped to +-448, to nearest, ties to even."""
+    clamped = tl.where(x != x, x, tl.minimum(tl.maximum(x, -448.0), 448.0))
+    if INTERPRETED:
+        bits = clamped.to(tl.uint32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+        steps = (tl.abs(clamped) * 512.0 + 8388608.0) - 8388608.0
+        code = tl.where(magnitude < ((127 - 6) << 23), steps.to(tl.uint32), normal)
+        code = tl.where(x != x, 0x7F, code) | ((bits >> 31) << 7)
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:  # noqa: RET505
+        return clamped.to(tl.float8e4nv)
+
+
+@triton_jit
+def narrow(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):  # noqa: ANN001, ANN201
+    """Round a sum [...] to the dtype in which it leaves the kernel."""
+    if tl.bfloat16 == DTYPE:
+        return to_bf16(x, INTERPRETED)
+    else:  # noqa: RET505
+        return x.to(DTYPE)
