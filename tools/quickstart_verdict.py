@@ -70,6 +70,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--text", type=Path, required=True, help="the text it was trained on")
     parser.add_argument("--picture", type=Path, default=None, help="PNG of the loss curve")
     args = parser.parse_args(argv)
+    for path in (args.log, args.text):
+        if not path.is_file():
+            parser.error(f"{path}: there is no such file; run the training first, or correct the path")
     stats = corpus_stats(args.text.read_bytes())
     checks = judge(parse_log(args.log.read_text(encoding="utf-8", errors="replace")), stats["bigram"])
     print(f"text: {stats['bytes']} bytes, entropy {stats['entropy']:.3f}, bigram {stats['bigram']:.3f} nats per byte")

@@ -243,6 +243,9 @@ class MoEConfig(ConfigTopic):
             remedy = "use aux_loss, seq_aux_loss, global_aux_loss or none, or drop --moe-expert-capacity-factor"
             names = "moe_expert_capacity_factor moe_router_load_balancing_type"
             found.append(violation(self, names, "this balancing scheme has no capacity", remedy))
+        if self.moe_expert_capacity_factor == 0:
+            remedy = "give a factor above 0, or drop --moe-expert-capacity-factor to keep every token"
+            found.append(violation(self, "moe_expert_capacity_factor", "no expert has room for a token", remedy))
         if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
             remedy = "set --moe-expert-capacity-factor or drop --moe-pad-expert-input-to-capacity"
             names = "moe_pad_expert_input_to_capacity moe_expert_capacity_factor"

@@ -44,3 +44,12 @@ def test_exit_code_and_numbers_are_printed(tmp_path, capsys):
     assert "entropy 0.693, bigram" in out
     assert "FAILED validation loss (nats per byte): nan <= 2.000" in out
     assert out.endswith("quickstart: FAILED\n")
+
+
+def test_missing_log_is_named_without_a_traceback(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"abab")
+    with pytest.raises(SystemExit) as raised:
+        main([str(tmp_path / "none.log"), "--text", str(text)])
+    assert raised.value.code == 2
+    assert "none.log: there is no such file; run the training first" in capsys.readouterr().err
