@@ -6,6 +6,7 @@
 The global batch is always the same samples in the same order: microbatch m of data parallel rank d is block m * dp + d.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
+from megatron.core.deferred_wgrad import WgradQueue, deferring
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -53,6 +55,8 @@ class Layout:
     average_in_collective: bool = False
     use_distributed_optimizer: bool = False
     overlap_param_gather: bool = False
+    delays_wgrad: bool = False
+    fuses_wgrad: bool = True
 
     @property
     def world_size(self) -> int:
@@ -83,12 +87,14 @@ class ModelCase:
             **self.config_fields,
             device="cpu",
             params_dtype=layout.dtype,
+            bf16=layout.dtype is torch.bfloat16,
             tensor_model_parallel_size=layout.tp,
             sequence_parallel=layout.is_sequence_parallel,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
             moe_token_dispatcher_type=layout.dispatcher,
             moe_grouped_gemm=layout.is_grouped,
+            gradient_accumulation_fusion=layout.fuses_wgrad,
         )
 
 
@@ -198,6 +204,7 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
         sgd_momentum=0.0,
         weight_decay=0.0,
         clip_grad=options.get("clip_grad", 0.0),
+        bf16=layout.dtype is torch.bfloat16,
         use_distributed_optimizer=layout.use_distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(settings, [chunk])
@@ -209,7 +216,8 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
             ids = [shard_token_ids(block, batch.tokens.shape[1], layout.sequence_shards) for block in blocks]
             hooks = [] if step else _record_routing(routers, ids, result.routing_maps)
             with CollectiveLog() as log:
-                sums = _run_microbatches(chunk, batch, list(zip(blocks, ids, strict=True)), forced)
+                work = list(zip(blocks, ids, strict=True))
+                sums = _run_microbatches(chunk, batch, work, forced, layout.delays_wgrad)
                 grads = {s.name: _shard(s.param, s.tensors["main_grad"]) for s in optimizer.whole_state()}
                 _, norm, _ = optimizer.step()
             for hook in hooks:
@@ -258,10 +266,11 @@ def _record_routing(routers, ids_of_blocks, into) -> list[Any]:
     return hooks
 
 
-def _run_microbatches(chunk, batch, blocks, forced) -> torch.Tensor:
+def _run_microbatches(chunk, batch, blocks, forced, delays_wgrad) -> torch.Tensor:
     """Clear the gradients, run all microbatches, finalise; returns [loss sum, tokens] of this rank.
 
-    A block is the samples of a microbatch and the global ids of the tokens that this rank routes.
+    A block is the samples of a microbatch and the global ids of the tokens that this rank routes. Delayed weight
+    gradients are computed when the microbatch's backward has ended.
     """
     seq_length = batch.tokens.shape[1]
 
@@ -270,7 +279,11 @@ def _run_microbatches(chunk, batch, blocks, forced) -> torch.Tensor:
         if forced is not None:
             forced.token_ids = ids
         positions = torch.arange(seq_length).expand(len(samples), seq_length)
-        losses = model(batch.tokens[samples], positions, None, labels=batch.labels[samples])
+        queue = WgradQueue() if delays_wgrad else None
+        with deferring(queue):
+            losses = model(batch.tokens[samples], positions, None, labels=batch.labels[samples])
+        if queue is not None and losses.requires_grad:
+            losses.register_hook(functools.partial(_flush_after_backward, queue))
         mask = batch.loss_mask[samples].to(losses.dtype)
 
         def loss_func(output):
@@ -290,6 +303,12 @@ def _run_microbatches(chunk, batch, blocks, forced) -> torch.Tensor:
         micro_batch_size=len(blocks[0][0]),
     )
     return torch.stack([report["lm loss"] for report in reports]).sum(0)
+
+
+def _flush_after_backward(queue: WgradQueue, grad: torch.Tensor) -> None:
+    """Run the queue at the end of the backward pass that reaches the losses with `grad` [b, s]."""
+    del grad
+    torch.autograd.Variable._execution_engine.queue_callback(queue.flush)
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

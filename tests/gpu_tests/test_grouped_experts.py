@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megatron.core.fusions.fused_grouped_linear import grouped_linear, pack, uses_grouped_kernel
+from megatron.core.fusions.fused_grouped_linear import grouped_linear, uses_grouped_kernel
 from megatron.core.transformer.moe.permute import build_row_order, permute, sum_rows, unpermute
+from megatron.core.utils.stacked import pack
 from tests.gpu_tests.test_moe_layer import build_layer, run_layer
 
 pytestmark = [

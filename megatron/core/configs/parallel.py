@@ -49,6 +49,9 @@ class ModelParallelConfig(PrecisionConfig):
     deterministic_mode: bool = False
     """Use kernels that repeat bit for bit, and check the environment variables that could prevent it."""
 
+    gradient_accumulation_fusion: bool = knob(True, flag="--no-gradient-accumulation-fusion")
+    """Add weight gradients to main gradients inside their GEMM; the flag rounds them to the parameter's dtype first."""
+
     finalize_model_grads_func: Callable[..., Any] | None = knob(None, flag=NO_FLAG)
     """Called by the schedule after the last microbatch: reduces gradients and runs the step hooks."""
 

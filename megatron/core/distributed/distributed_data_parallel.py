@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.configs.parallel import ModelParallelConfig
+from megatron.core.deferred_wgrad import forget_deferred, is_wgrad_deferred, set_gradient_report
 from megatron.core.distributed.bucket_group import BucketGroup, BucketParams
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.grad_scaling import GradReduction, grad_reduction
@@ -54,11 +55,19 @@ def _on_grad_of(owner: "weakref.ref[DistributedDataParallel]", param: torch.nn.P
         wrapper._on_grad(param)
 
 
+def _on_ready_of(owner: "weakref.ref[DistributedDataParallel]", param: torch.nn.Parameter) -> None:
+    """Tell the wrapper, if it still exists, that the last deferred weight gradient of `param` is computed."""
+    wrapper = owner()
+    if wrapper is not None:
+        wrapper.mark_param_ready(param)
+
+
 class DistributedDataParallel(torch.nn.Module):
     """Wraps a model chunk; gradients end in `param.main_grad`, never in `param.grad`.
 
-    A parameter whose weight gradient is computed after backward has `skip_backward_post_hook = True` and is reported
-    by `mark_param_ready` once its gradient was added to `main_grad`.
+    A parameter whose weight gradient waits in a `WgradQueue` is reported by the queue, after the gradient was added to
+    `main_grad`. Other code that computes weight gradients after backward sets `skip_backward_post_hook = True` on the
+    parameter and calls `mark_param_ready`.
     """
 
     def __init__(
@@ -98,6 +107,8 @@ class DistributedDataParallel(torch.nn.Module):
             param.register_post_accumulate_grad_hook(functools.partial(_on_grad_of, owner))
             for param in self.params.values()
         ]
+        for param in self.params.values():
+            set_gradient_report(param, functools.partial(_on_ready_of, owner))
 
     # Construction.
 
@@ -160,7 +171,7 @@ class DistributedDataParallel(torch.nn.Module):
         if param.grad is not None:
             get_main_grad(param).add_(param.grad)
             param.grad = None
-        if not getattr(param, "skip_backward_post_hook", False):
+        if not (getattr(param, "skip_backward_post_hook", False) or is_wgrad_deferred(param)):
             self.mark_param_ready(param)
 
     def mark_param_ready(self, param: torch.nn.Parameter) -> None:
@@ -191,6 +202,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def start_grad_sync(self) -> None:
         """Start every reduction that backward has not started; with overlap all parameters must be ready."""
+        self._raise_if_deferred()
         if self.ddp_config.overlap_grad_reduce:
             self._raise_if_missing()
         while self._num_started < len(self.bucket_groups):
@@ -211,8 +223,18 @@ class DistributedDataParallel(torch.nn.Module):
                 "parameter in forward, set its requires_grad to False, or drop --overlap-grad-reduce."
             )
 
+    def _raise_if_deferred(self) -> None:
+        waiting = [name for name, param in self.params.items() if is_wgrad_deferred(param)]
+        if waiting:
+            raise RuntimeError(
+                f"rank {get_rank()}: weight gradients of {', '.join(waiting)} still wait in a queue; flush each "
+                "WgradQueue before the gradients are reduced."
+            )
+
     def zero_grad_buffer(self) -> None:
         """Clear the gradients and begin a new step."""
+        for param in self.params.values():
+            forget_deferred(param)
         for buffer in self.buffers_by_kind.values():
             buffer.zero()
         for bucket in self.bucket_groups:

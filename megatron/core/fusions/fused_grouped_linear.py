@@ -7,9 +7,10 @@ host need not know the counts. Otherwise a loop of plain products runs over coun
 fp64 included, and on a CPU it is as fast as the grouped kernel in bf16 and several times faster in fp32.
 
 The weights are n separate parameters, because each expert has its own name, gradient and checkpoint entry. If they lie
-at equal distances in one storage (see `pack`), the [n, out, in] operand of the grouped kernel is a view of them;
-otherwise it is stacked by copy. The gradient is computed as one [n, out, in] tensor, of which each parameter gets its
-slice. An expert without rows gets a gradient of zeros: the parameter still reports to whoever waits for it.
+at equal distances in one storage (`utils/stacked`), the [n, out, in] operand of the grouped kernel is a view of them;
+otherwise it is stacked by copy. The weight gradients are one product too: added to main gradients, within backward or
+later (`deferred_wgrad`), or handed to autograd as slices of one tensor. An expert without rows adds nothing, or gets a
+gradient of zeros: the parameter still reports to whoever waits for it.
 
 Rows behind the last group are never read; what the result holds there is undefined.
 
@@ -22,34 +23,13 @@ from typing import Any
 
 import torch
 
+from megatron.core.deferred_wgrad import WgradSink
+from megatron.core.fusions.fused_wgrad import GroupedWgrad
+from megatron.core.utils.stacked import stacked
 from megatron.core.utils.upcast import upcast
 
 # bytes to which the grouped kernel wants the strides of its operands aligned
 _ALIGNMENT_BYTES = 16
-
-
-def pack(params: Sequence[torch.nn.Parameter]) -> None:
-    """Move parameters of one shape [out, in] next to each other in one new storage, keeping their values."""
-    storage = torch.stack([param.detach() for param in params])
-    for param, part in zip(params, storage.unbind(0), strict=True):
-        param.data = part
-
-
-def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """N tensors [out, in] as one [n, out, in]: a view if they lie at equal distances in one storage, else a copy."""
-    first = tensors[0]
-    if len(tensors) == 1:
-        return first.unsqueeze(0)
-    address = first.data_ptr()
-    step = tensors[1].data_ptr() - address
-    is_uniform = step >= first.nbytes and all(
-        tensor.data_ptr() == address + i * step and tensor.is_contiguous() for i, tensor in enumerate(tensors)
-    )
-    storage = first.untyped_storage().data_ptr()
-    if not is_uniform or any(tensor.untyped_storage().data_ptr() != storage for tensor in tensors):
-        return torch.stack(list(tensors))
-    distance = step // first.element_size()
-    return first.as_strided((len(tensors), *first.shape), (distance, *first.stride()))
 
 
 def uses_grouped_kernel(rows: torch.Tensor, out_features: int) -> bool:
@@ -65,6 +45,7 @@ def grouped_linear(
     weights: Sequence[torch.Tensor],
     tokens_per_expert: torch.Tensor,
     host_counts: list[int] | None = None,
+    fuses_wgrad: bool = True,
 ) -> torch.Tensor:
     """Multiply each group of rows with its expert's matrix.
 
@@ -72,13 +53,15 @@ def grouped_linear(
     Host:   the loop reads the counts (one wait on a GPU) unless `host_counts` gives them; the grouped kernel does not.
     Graph:  capturable in the grouped form.
     Memory: keeps rows and weights for backward.
-    Grad:   rows and every weight; zeros for experts without rows.
+    Grad:   rows and every weight; zeros for experts without rows. With `fuses_wgrad` weights that have a main gradient
+            get theirs inside the product.
     """
+    sink = WgradSink(weights, fuses_wgrad)
     if uses_grouped_kernel(rows, weights[0].shape[0]):
         ends = tokens_per_expert.to(rows.device).cumsum(0, dtype=torch.int32)
-        return _GroupedKernel.apply(rows, ends, *weights)
+        return _GroupedKernel.apply(sink, rows, ends, *weights)
     counts = tokens_per_expert.tolist() if host_counts is None else host_counts
-    return _GroupedLoop.apply(rows, tuple(accumulate(counts)), *weights)
+    return _GroupedLoop.apply(sink, rows, tuple(accumulate(counts)), *weights)
 
 
 def _groups(ends: Iterable[int]) -> Iterable[tuple[int, int, int]]:
@@ -91,9 +74,11 @@ def _groups(ends: Iterable[int]) -> Iterable[tuple[int, int, int]]:
 
 class _GroupedLoop(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, ends: tuple[int, ...], *weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, sink: WgradSink, rows: torch.Tensor, ends: tuple[int, ...], *weights: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(rows, *weights)
-        ctx.ends = ends
+        ctx.sink, ctx.ends = sink, ends
         out = rows.new_empty(rows.shape[0], weights[0].shape[0])
         for expert, begin, end in _groups(ends):
             if begin < end:
@@ -103,34 +88,34 @@ class _GroupedLoop(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, *weights = ctx.saved_tensors
-        grad_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        grad_weights = rows.new_empty(len(weights), *weights[0].shape) if any(ctx.needs_input_grad[2:]) else None
+        grad_rows = torch.empty_like(rows) if ctx.needs_input_grad[1] else None
         for expert, begin, end in _groups(ctx.ends):
-            group_grad = grad[begin:end]
             if grad_rows is not None and begin < end:
-                torch.mm(group_grad, weights[expert], out=grad_rows[begin:end])
-            if grad_weights is not None:
-                # a product over zero rows is a matrix of zeros
-                torch.mm(group_grad.t(), rows[begin:end], out=grad_weights[expert])
-        parts = [None] * len(weights) if grad_weights is None else grad_weights.unbind(0)
-        return grad_rows, None, *parts
+                torch.mm(grad[begin:end], weights[expert], out=grad_rows[begin:end])
+        return None, grad_rows, None, *_weight_grads(ctx, GroupedWgrad(grad, rows, ctx.ends))
 
 
 class _GroupedKernel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, sink: WgradSink, rows: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(rows, ends, *weights)
+        ctx.sink = sink
         return torch._grouped_mm(rows.contiguous(), stacked(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, ends, *weights = ctx.saved_tensors
         grad = grad.contiguous()  # the kernel refuses the stride 0 of an expanded gradient
-        grad_rows = torch._grouped_mm(grad, stacked(weights), offs=ends) if ctx.needs_input_grad[0] else None
-        if not any(ctx.needs_input_grad[2:]):
-            return grad_rows, None, *[None] * len(weights)
-        grad_weights = torch._grouped_mm(grad.t(), rows.contiguous(), offs=ends)
-        return grad_rows, None, *grad_weights.unbind(0)
+        grad_rows = torch._grouped_mm(grad, stacked(weights), offs=ends) if ctx.needs_input_grad[1] else None
+        return None, grad_rows, None, *_weight_grads(ctx, GroupedWgrad(grad, rows.contiguous(), ends))
+
+
+def _weight_grads(ctx: Any, product: GroupedWgrad) -> Sequence[torch.Tensor | None]:
+    """Hand the product [n, out, in] to the call's sink if any weight needs its gradient."""
+    needed = ctx.needs_input_grad[3:]
+    return ctx.sink.take(product) if any(needed) else [None] * len(needed)
 
 
 def expert_of_row(tokens_per_expert: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -8,7 +8,6 @@ Legend: s sequence, b batch, i input features, o output features, tp ranks of th
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.module_api.module import MegatronModule
@@ -87,10 +86,9 @@ class ColumnParallelLinear(MegatronModule):
         used = self.weight if weight is None else weight
         assert used is not None, f"{type(self).__name__} [{self.output_size}, {self.input_size}] was given no weight"
         added, returned = (None, self.bias) if self.skip_bias_add else (self.bias, None)
-        if not self.exchanges:
-            return F.linear(input_, used, added), returned
-        assert self.tp_group is not None, "an exchange without a group"
-        output = column_parallel_linear(input_, used, added, self.tp_group, self.is_sequence_parallel)
-        if self.gather_output:
+        group = self.tp_group if self.exchanges else None
+        fuses_wgrad = self.config.gradient_accumulation_fusion
+        output = column_parallel_linear(input_, used, added, group, self.is_sequence_parallel, fuses_wgrad)
+        if self.exchanges and self.gather_output:
             output = gather_from_tensor_model_parallel_region(output, self.tp_group)
         return output, returned

@@ -8,17 +8,13 @@ Legend: s sequence, b batch, i input features, o output features, tp ranks of th
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.parameter import InitMethod, as_init_spec, new_parameter
 from megatron.core.param_attrs import InitSpec, ParamAttrs
-from megatron.core.tensor_parallel.mappings import (
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    scatter_to_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel.linear_autograd import row_parallel_linear
+from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 from megatron.core.utils.divide import divide
 from megatron.core.utils.groups import group_rank, group_size
 
@@ -76,14 +72,14 @@ class RowParallelLinear(MegatronModule):
         Shapes: input_ [..., i/tp], or [..., i] without `input_is_parallel` -> [..., o], under sequence parallelism
             [s/tp, b, o]; bias [o] or None.
         """
-        output = F.linear(self._own_part(input_), self.weight)
-        if self.exchanges:
-            leave = (
-                reduce_scatter_to_sequence_parallel_region
-                if self.is_sequence_parallel
-                else reduce_from_tensor_model_parallel_region
-            )
-            output = leave(output, self.tp_group)
+        group = self.tp_group if self.exchanges else None
+        output = row_parallel_linear(
+            self._own_part(input_),
+            self.weight,
+            group,
+            self.is_sequence_parallel,
+            self.config.gradient_accumulation_fusion,
+        )
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None

@@ -45,9 +45,8 @@ FEATURES = (
         value("--num-distributed-optimizer-instances", int, 1),
     ),
     no_effect(
-        "weight gradients inside the GEMM",
-        "weight gradients are added to the main gradients after their GEMM",
-        negative("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion"),
+        "fused division of gradients and barriers of timers",
+        "gradients are scaled once, before their reduction; timers have no barrier",
         negative("--no-gradient-reduce-div-fusion", "gradient_reduce_div_fusion"),
         negative("--no-barrier-with-level-1-timing", "barrier_with_L1_time"),
     ),

@@ -15,6 +15,7 @@ LAYERS: tuple[tuple[tuple[str, ...], ...], ...] = (
             "core.errors",
             "core.enums",
             "core.param_attrs",
+            "core.deferred_wgrad",
             "core.rank_generator",
             "core.graph_state",
             "core.streams",

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from megatron.core.configs.transformer import TransformerConfig
-from megatron.core.fusions.fused_grouped_linear import expert_of_row, gather_bias, grouped_linear, pack
+from megatron.core.fusions.fused_grouped_linear import expert_of_row, gather_bias, grouped_linear
 from megatron.core.fusions.fused_weighted_activation import weighted_activation
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.parameter import hidden_init, new_parameter, output_init
@@ -28,6 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.expert_names import ExpertNumbering, is_reduced_like_dense
 from megatron.core.utils.divide import divide
 from megatron.core.utils.groups import group_rank, group_size
+from megatron.core.utils.stacked import pack
 
 
 class GroupedLinear(MegatronModule):
@@ -83,7 +84,8 @@ class GroupedLinear(MegatronModule):
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, host_counts: list[int] | None = None
     ) -> torch.Tensor:
         """Multiply each group of rows by its expert's matrix, no bias: [R, in], int [n] -> [R, out]."""
-        return grouped_linear(rows, self.weights, tokens_per_expert, host_counts)
+        fuses_wgrad = self.config.gradient_accumulation_fusion
+        return grouped_linear(rows, self.weights, tokens_per_expert, host_counts, fuses_wgrad)
 
 
 class GroupedMLP(ExpertNumbering, MegatronModule):

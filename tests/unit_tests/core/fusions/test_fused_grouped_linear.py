@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron.core.fusions.fused_grouped_linear import expert_of_row, gather_bias, grouped_linear, pack, stacked
+from megatron.core.fusions.fused_grouped_linear import expert_of_row, gather_bias, grouped_linear
+from megatron.core.utils.stacked import pack, stacked
 from tests.common.moe_layers import normal
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]

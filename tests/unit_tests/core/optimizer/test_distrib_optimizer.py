@@ -11,12 +11,12 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.errors import ConfigError
-from megatron.core.fusions.fused_grouped_linear import stacked
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.sharded_params import ShardedMainParams
+from megatron.core.utils.stacked import stacked
 from megatron.training.checkpoint_state import optimizer_tensors
 from tests.common.layouts import Layout
 from tests.common.mutants import replaced
