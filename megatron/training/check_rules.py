@@ -94,10 +94,35 @@ TRAINING_RULES: tuple[Rule, ...] = (
         "seq_length tensor_model_parallel_size sequence_parallel",
         lambda args: (
             bool(args.sequence_parallel and args.seq_length)
+            and args.context_parallel_size == 1
             and args.seq_length % max(args.tensor_model_parallel_size, 1) != 0
         ),
         "every TP rank holds an equal shard of the sequence",
         "make --seq-length a multiple of --tensor-model-parallel-size, or drop --sequence-parallel",
+    ),
+    _refused(
+        "sp-divides-cp-part",
+        "sequence parallelism over a part of the sequence that TP does not divide",
+        "seq_length tensor_model_parallel_size context_parallel_size sequence_parallel",
+        lambda args: (
+            bool(args.sequence_parallel and args.seq_length)
+            and args.context_parallel_size > 1
+            and args.seq_length % max(args.tensor_model_parallel_size * args.context_parallel_size, 1) != 0
+        ),
+        "every TP rank holds an equal shard of the part of its CP rank",
+        "make --seq-length a multiple of TP * CP, or drop --sequence-parallel",
+    ),
+    _refused(
+        "cp-divides-sequence",
+        "context parallelism over a length that does not cut in pairs of chunks",
+        "seq_length context_parallel_size",
+        lambda args: (
+            args.context_parallel_size > 1
+            and bool(args.seq_length)
+            and args.seq_length % (2 * args.context_parallel_size) != 0
+        ),
+        "every CP rank holds one early and one late chunk of equal length",
+        "make --seq-length a multiple of 2 * CP",
     ),
     _refused(
         "warmup-before-decay",

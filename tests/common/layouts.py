@@ -45,6 +45,8 @@ class Layout:
     ep: int = 1
     tp: int = 1
     is_sequence_parallel: bool = False
+    cp: int = 1
+    cp_comm_type: str = "p2p"
     etp: int | None = None
     micro_batch_size: int = 1
     dispatcher: str = "alltoall"
@@ -61,7 +63,7 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp * self.tp
+        return self.dp * self.tp * self.cp
 
     @property
     def sequence_shards(self) -> int:
@@ -90,6 +92,8 @@ class ModelCase:
             bf16=layout.dtype is torch.bfloat16,
             tensor_model_parallel_size=layout.tp,
             sequence_parallel=layout.is_sequence_parallel,
+            context_parallel_size=layout.cp,
+            cp_comm_type=layout.cp_comm_type,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
             moe_token_dispatcher_type=layout.dispatcher,
@@ -180,7 +184,10 @@ def _join(kind: str, shards: Sequence[dict[str, tuple[torch.Tensor, Any, int]]])
 def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
     """The job of one rank."""
     parallel_state.initialize_model_parallel(
-        layout.tp, expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp
+        layout.tp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
     )
     config = case.config(layout)
     config.finalize_model_grads_func = finalize_model_grads
@@ -213,7 +220,7 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
         forced = stack.enter_context(forced_routing(model, plan)) if plan is not None else None
         for step in range(steps):
             blocks = _blocks_of_rank(batch, layout)
-            ids = [shard_token_ids(block, batch.tokens.shape[1], layout.sequence_shards) for block in blocks]
+            ids = [shard_token_ids(block, batch.tokens.shape[1], layout) for block in blocks]
             hooks = [] if step else _record_routing(routers, ids, result.routing_maps)
             with CollectiveLog() as log:
                 work = list(zip(blocks, ids, strict=True))
@@ -246,10 +253,20 @@ def token_ids(samples: Sequence[int], seq_length: int) -> torch.Tensor:
     return (torch.tensor(samples)[None, :] * seq_length + torch.arange(seq_length)[:, None]).flatten()
 
 
-def shard_token_ids(samples: Sequence[int], seq_length: int, shards: int) -> torch.Tensor:
-    """Those of this rank's shard of the sequence, int64 [s / shards * b]; rows run position by position."""
-    rank = parallel_state.get_tensor_model_parallel_rank() if shards > 1 else 0
-    return token_ids(samples, seq_length).chunk(shards)[rank]
+def shard_token_ids(samples: Sequence[int], seq_length: int, layout: Layout) -> torch.Tensor:
+    """Those of this rank's shard of its part of the sequence, int64 [s / cp / shards * b]; position by position."""
+    ids = cut_for_rank(token_ids(samples, seq_length).view(seq_length, -1), 0)
+    rank = parallel_state.get_tensor_model_parallel_rank() if layout.sequence_shards > 1 else 0
+    return ids.chunk(layout.sequence_shards)[rank].flatten()
+
+
+def cut_for_rank(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """This context-parallel rank's two chunks of 2 * cp along `dim`: [..., s, ...] -> [..., s / cp, ...]."""
+    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    if size == 1:
+        return tensor
+    chunks = tensor.chunk(2 * size, dim)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim)
 
 
 def _record_routing(routers, ids_of_blocks, into) -> list[Any]:
@@ -279,12 +296,16 @@ def _run_microbatches(chunk, batch, blocks, forced, delays_wgrad) -> torch.Tenso
         if forced is not None:
             forced.token_ids = ids
         positions = torch.arange(seq_length).expand(len(samples), seq_length)
+        tokens, positions, labels, mask = (
+            cut_for_rank(whole, 1)
+            for whole in (batch.tokens[samples], positions, batch.labels[samples], batch.loss_mask[samples])
+        )
         queue = WgradQueue() if delays_wgrad else None
         with deferring(queue):
-            losses = model(batch.tokens[samples], positions, None, labels=batch.labels[samples])
+            losses = model(tokens, positions, None, labels=labels)
         if queue is not None and losses.requires_grad:
             losses.register_hook(functools.partial(_flush_after_backward, queue))
-        mask = batch.loss_mask[samples].to(losses.dtype)
+        mask = mask.to(losses.dtype)
 
         def loss_func(output):
             loss_sum, num_tokens = (output * mask).sum(), mask.sum().to(torch.int64)

@@ -50,13 +50,6 @@ NOT_YET: tuple[Rule, ...] = (
         above_one("virtual_pipeline_model_parallel_size"),
         "drop --num-virtual-stages-per-pipeline-rank",
     ),
-    _not_yet(
-        "cp",
-        "context parallelism",
-        "context_parallel_size",
-        above_one("context_parallel_size"),
-        "set --context-parallel-size 1",
-    ),
 )
 
 
@@ -69,6 +62,16 @@ def _splits(ranks: str, *sizes: str, needs: Callable[[Any], bool] = bool) -> Cal
     """Violated if one of the `sizes` that are set is no multiple of the field `ranks`, in a model that `needs` it."""
     return lambda config: (
         needs(config) and any((getattr(config, name) or 0) % max(getattr(config, ranks) or 1, 1) for name in sizes)
+    )
+
+
+def _heads_not_swapped(config: Any) -> bool:
+    ranks = config.tensor_model_parallel_size * config.context_parallel_size
+    sizes = (config.num_attention_heads, config.num_query_groups)
+    return (
+        config.context_parallel_size > 1
+        and "a2a" in config.cp_comm_types
+        and any((size or 0) % max(ranks, 1) for size in sizes)
     )
 
 
@@ -181,6 +184,42 @@ REFUSED: tuple[Rule, ...] = (
         ),
         "TP ranks would route the same tokens several times",
         "add --sequence-parallel",
+    ),
+    Rule(
+        "cp-attention-dropout",
+        "refused",
+        "dropout in attention under context parallelism",
+        "context_parallel_size attention_dropout",
+        lambda config: config.context_parallel_size > 1 and config.attention_dropout > 0.0,
+        "the scores of a sequence are spread over ranks, which share no random numbers",
+        "set --attention-dropout 0",
+    ),
+    Rule(
+        "cp-comm-type-per-layer",
+        "refused",
+        "a list of CP algorithms that does not fit the layers",
+        "cp_comm_type num_layers",
+        lambda config: isinstance(config.cp_comm_type, list) and len(config.cp_comm_type) != config.num_layers,
+        "there is one algorithm for all layers, or one for each",
+        "give --cp-comm-type one entry, or as many as --num-layers",
+    ),
+    Rule(
+        "cp-comm-type-hierarchical",
+        "refused",
+        "hierarchical context parallelism",
+        "cp_comm_type context_parallel_size",
+        lambda config: config.context_parallel_size > 1 and "a2a+p2p" in config.cp_comm_types,
+        "CP ranks form one group, without levels",
+        "use --cp-comm-type p2p, all_gather or a2a",
+    ),
+    Rule(
+        "cp-a2a-divides-heads",
+        "refused",
+        "a swap of positions for heads that CP does not divide",
+        "cp_comm_type num_attention_heads num_query_groups tensor_model_parallel_size context_parallel_size",
+        _heads_not_swapped,
+        "every rank gets the same number of heads and of query groups",
+        "make --num-attention-heads and --num-query-groups multiples of TP * CP, or use --cp-comm-type p2p",
     ),
     Rule(
         "moe-bias-etp",

@@ -8,6 +8,8 @@ from megatron.core.configs.base import Violation, violation
 from megatron.core.configs.flag_spec import NO_FLAG, knob
 from megatron.core.configs.precision import PrecisionConfig
 
+CpCommType = Literal["p2p", "all_gather", "allgather", "a2a", "a2a+p2p"]
+
 
 @dataclasses.dataclass(kw_only=True)
 class ModelParallelConfig(PrecisionConfig):
@@ -24,6 +26,10 @@ class ModelParallelConfig(PrecisionConfig):
 
     context_parallel_size: int = 1
     """Ranks that share each sequence (CP)."""
+
+    cp_comm_type: CpCommType | list[CpCommType] = knob("p2p")
+    """How attention reaches the keys of other CP ranks: p2p (ring), all_gather (also written allgather), or a2a (swap
+    positions for heads); one for all layers or one for each."""
 
     sequence_parallel: bool = False
     """Shard the activations of norms and dropout over the TP ranks; without TP it is switched off."""
@@ -66,6 +72,8 @@ class ModelParallelConfig(PrecisionConfig):
         self.fill("expert_tensor_parallel_size", self.tensor_model_parallel_size, "tensor_model_parallel_size")
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             self.replace("sequence_parallel", False, "tensor_model_parallel_size=1: nothing to shard over")
+        if isinstance(self.cp_comm_type, list) and len(self.cp_comm_type) == 1:
+            self.replace("cp_comm_type", self.cp_comm_type[0], "a list of one")
 
     def check(self) -> list[Violation]:
         """Sizes are positive."""

@@ -8,6 +8,8 @@ from megatron.core.configs.compat import judge
 from megatron.core.configs.moe import MoEConfig
 from megatron.core.configs.parallel import ModelParallelConfig
 
+_OTHER_SPELLINGS = {"allgather": "all_gather"}
+
 
 @dataclasses.dataclass(kw_only=True)
 class TransformerConfig(MoEConfig, ArchitectureConfig, ModelParallelConfig):
@@ -20,3 +22,10 @@ class TransformerConfig(MoEConfig, ArchitectureConfig, ModelParallelConfig):
     def check(self) -> list[Violation]:
         """The rules that span topics."""
         return judge(self)
+
+    @property
+    def cp_comm_types(self) -> list[str]:
+        """How attention of each layer reaches other context-parallel ranks, in one spelling."""
+        value = self.cp_comm_type
+        given = list(value) if isinstance(value, list) else [value] * (self.num_layers or 0)
+        return [_OTHER_SPELLINGS.get(name, name) for name in given]

@@ -5,6 +5,8 @@
 Query heads come in groups; the heads of a group share one key and one value head. Torch's fused kernels do the work,
 unless the plain path is asked for or needed: it alone scales scores by the layer number and chooses the softmax dtype.
 
+Under context parallelism a rank holds queries, keys and values of its part of the sequence; see `context_parallel`.
+
 Legend: s sequence, b batch, n query heads, g key and value heads (groups), d channels of a head.
 """
 
@@ -17,12 +19,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.errors import ConfigError
+from megatron.core.fusions.fused_block_attention import BlockKernel, FlashKernel, PlainKernel
 from megatron.core.fusions.fused_softmax import scale_mask_softmax
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import random_region
+from megatron.core.transformer.context_parallel import BlockAttention, HeadExchange, build_context_parallel
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.utils.device import resolve_device
+from megatron.core.utils.groups import group_size
 
 _PLAIN = ("unfused", "local")
 _GPU_KERNELS = {
@@ -54,7 +59,6 @@ class DotProductAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)
-        del pg_collection
         self.attn_mask_type = attn_mask_type
         self.dropout_prob = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
@@ -62,6 +66,19 @@ class DotProductAttention(MegatronModule):
         self.softmax_in_fp32 = config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling
         self.is_plain = config.attention_backend in _PLAIN or config.apply_query_key_layer_scaling
         self.kernels = None if self.is_plain else _kernels(config)
+        groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
+        self.over_ranks = self._over_ranks(config, layer_number, groups)
+
+    def _over_ranks(
+        self, config: TransformerConfig, layer_number: int, groups: ProcessGroupCollection
+    ) -> BlockAttention | HeadExchange | None:
+        """Return how the ranks that share a sequence attend together; None if a rank has whole sequences."""
+        if groups.cp is None or group_size(groups.cp) == 1:
+            return None
+        plain = PlainKernel(self.scale, self.score_divisor)
+        kernel = plain if self.is_plain else _block_kernel(config, plain)
+        comm_type = config.cp_comm_types[layer_number - 1]
+        return build_context_parallel(comm_type, groups.cp, kernel, plain, self._attend)
 
     def forward(
         self,
@@ -74,14 +91,22 @@ class DotProductAttention(MegatronModule):
         """Attend.
 
         Shapes: query [s, b, n, d], key and value [s, b, g, d], attention_mask bool broadcastable to [b, 1, s, s],
-            True = masked -> [s, b, n * d].
+            True = masked -> [s, b, n * d]. Under context parallelism s is this rank's part of the sequence, the last
+            dimension of the mask the whole of it.
         """
         is_causal = (self.attn_mask_type if attn_mask_type is None else attn_mask_type) is AttnMaskType.causal
-        attend = self._attend_plain if self.is_plain else self._attend_fused
+        attend = self._attend if self.over_ranks is None else self.over_ranks.attend
         # [s, b, n, d] -> [b, n, s, d]
         heads = (query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3))
         output = attend(*heads, attention_mask, is_causal)
         return output.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
+    ) -> torch.Tensor:
+        """[b, n, s, d], [b, g, s, d] -> [b, n, s, d] for whole sequences."""
+        attend = self._attend_plain if self.is_plain else self._attend_fused
+        return attend(query, key, value, mask, is_causal)
 
     def _attend_fused(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
@@ -139,6 +164,24 @@ def _kernels(config: TransformerConfig) -> list[SDPBackend] | None:
             "use --attention-backend flash or auto."
         )
     return _REPEATABLE if backend == "auto" else _GPU_KERNELS[backend]
+
+
+def _block_kernel(config: TransformerConfig, plain: PlainKernel) -> BlockKernel:
+    """Return the kernel for blocks of keys, which must tell its log-sum-exp: flash on a GPU, else the plain one."""
+    is_half = config.params_dtype in (torch.bfloat16, torch.float16)
+    if resolve_device(config.device).type == "cpu" or not is_half:
+        return plain
+    if AttnBackend(config.attention_backend).value == "fused":
+        raise ConfigError(
+            f"attention_backend='fused' with context_parallel_size={config.context_parallel_size}: blocks of keys go "
+            "through the flash kernel; use --attention-backend flash or auto, or --cp-comm-type a2a."
+        )
+    if config.kv_channels % 8:
+        raise ConfigError(
+            f"kv_channels={config.kv_channels} with context_parallel_size={config.context_parallel_size}: the flash "
+            "kernel needs a multiple of 8; use --attention-backend unfused or --cp-comm-type a2a."
+        )
+    return FlashKernel(plain.scale)
 
 
 def _later_positions(size: int, device: torch.device) -> torch.Tensor:

@@ -129,6 +129,34 @@ def all_to_all(
     dist.all_to_all_single(output, tensor, recv_counts, send_counts, group=group)
 
 
+class Shift:
+    """A tensor on its way around a ring: what was sent must stay as it is until `wait`."""
+
+    def __init__(self, sent: torch.Tensor, coming: torch.Tensor, work: dist.Work | None) -> None:
+        self._sent, self._coming, self._work = sent, coming, work
+
+    def wait(self) -> torch.Tensor:
+        """Return what came from the rank before [...]; the current stream waits for it."""
+        if self._work is not None:  # None: torch has already finished it
+            self._work.wait()
+        return self._coming
+
+
+def start_shift(tensor: torch.Tensor, group: dist.ProcessGroup) -> Shift:
+    """Send `tensor` [...] to the next rank of `group` and receive one of the same shape from the rank before.
+
+    It is an all-to-all in which all pieces but one are empty: no order of sends and receives that could lock up.
+    """
+    rank, size = group.rank(), group.size()
+    rows = tensor.contiguous().flatten()
+    coming = torch.empty_like(rows)
+    send_counts, recv_counts = [0] * size, [0] * size
+    send_counts[(rank + 1) % size] = recv_counts[(rank - 1) % size] = rows.numel()
+    last_collective.note("shift", group)
+    work = dist.all_to_all_single(coming, rows, recv_counts, send_counts, group=group, async_op=True)
+    return Shift(rows, coming.view(tensor.shape), work)
+
+
 def barrier(group: dist.ProcessGroup | None) -> None:
     """Wait until all ranks of `group` are here."""
     if group_size(group) > 1:

@@ -1,6 +1,6 @@
 """Flags of parallelism: pipelines, communication, the sharded optimizer."""
 
-from megatron.training.flag_table.rows import ValueRow, negative, no_effect, not_yet, refused, switch, value, words
+from megatron.training.flag_table.rows import ValueRow, negative, no_effect, not_yet, refused, switch, value
 
 FEATURES = (
     not_yet(
@@ -21,11 +21,6 @@ FEATURES = (
         "there is one pipeline stage",
         negative("--no-align-param-gather", "align_param_gather"),
         negative("--no-align-grad-reduce --disable-align-grad-reduce", "align_grad_reduce"),
-    ),
-    not_yet(
-        "context parallelism",
-        "drop the flag and use --context-parallel-size 1",
-        words("--cp-comm-type", str, ["p2p"], "p2p|a2a|allgather|a2a+p2p"),
     ),
     not_yet(
         "overlap of tensor-parallel communication",

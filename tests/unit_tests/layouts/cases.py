@@ -44,15 +44,15 @@ def make_case(shape: GptShape | None = None, **changes) -> ModelCase:
     return ModelCase(BASE | changes, shape or GptShape(vocab_size=VOCAB_SIZE, max_sequence_length=SEQ_LENGTH))
 
 
-def make_batch(num_samples: int = 4, seed: int = 1) -> Batch:
+def make_batch(num_samples: int = 4, seed: int = 1, seq_length: int = SEQ_LENGTH) -> Batch:
     """Random samples, nothing masked."""
-    return Batch.random(num_samples, SEQ_LENGTH, VOCAB_SIZE, seed)
+    return Batch.random(num_samples, seq_length, VOCAB_SIZE, seed)
 
 
-def masked_batch(rows: list[int], num_samples: int = 4, seed: int = 1) -> Batch:
+def masked_batch(rows: list[int], num_samples: int = 4, seed: int = 1, seq_length: int = SEQ_LENGTH) -> Batch:
     """Random samples of which sample i keeps the loss of its first rows[i] tokens."""
-    batch = make_batch(num_samples, seed)
-    keep = torch.arange(SEQ_LENGTH)[None, :] < torch.tensor(rows)[:, None]
+    batch = make_batch(num_samples, seed, seq_length)
+    keep = torch.arange(seq_length)[None, :] < torch.tensor(rows)[:, None]
     return dataclasses.replace(batch, loss_mask=keep.double())
 
 

@@ -13,7 +13,7 @@ def test_table_tells_what_works_from_what_is_missing():
 
 
 def test_sizes_above_one_are_listed_as_missing():
-    assert "--context-parallel-size > 1" in status_table.collect()["not_yet"]["context parallelism"]
+    assert "--pipeline-model-parallel-size > 1" in status_table.collect()["not_yet"]["pipeline parallelism"]
 
 
 def test_check_fails_until_the_table_is_written(tmp_path):

@@ -164,6 +164,17 @@ def test_world_comes_from_the_launcher(monkeypatch):
             "--seq-length",
         ),
         (
+            "--context-parallel-size 2 --seq-length 30",
+            "seq_length=30 with context_parallel_size=2",
+            "make --seq-length a multiple of 2 * CP",
+        ),
+        (
+            "--context-parallel-size 2 --tensor-model-parallel-size 3 --sequence-parallel --seq-length 32",
+            "seq_length=32 with tensor_model_parallel_size=3, context_parallel_size=2",
+            "a multiple of TP * CP, or drop --sequence-parallel",
+        ),
+        ("--context-parallel-size 2", "context_parallel_size=2 with attention_dropout=0.1", "--attention-dropout 0"),
+        (
             "--tensor-model-parallel-size 2",
             "num_moe_experts=8 with tensor_model_parallel_size=2, sequence_parallel=False",
             "add --sequence-parallel",
@@ -181,7 +192,6 @@ def test_contradiction_names_values_and_remedy(flags, subject, text):
     ("flags", "feature"),
     [
         ("--pipeline-model-parallel-size 2", "pipeline parallelism"),
-        ("--context-parallel-size 2", "context parallelism"),
         ("--exp-avg-dtype fp8", "scaled moments"),
         ("--num-distributed-optimizer-instances 2", "replicas of the distributed optimizer"),
         ("--recompute-granularity full", "activation recompute"),

@@ -29,7 +29,7 @@ def test_context_parallel_rank_keeps_one_early_and_one_late_chunk(rank, position
 
 
 def test_length_that_does_not_cut_is_refused():
-    with pytest.raises(AssertionError, match="length 6 cannot be cut in 4"):
+    with pytest.raises(AssertionError, match="length of 6 cannot be cut in 4"):
         slice_for_context_parallel({"tokens": torch.zeros(1, 6)}, 0, 2)
 
 
@@ -37,3 +37,9 @@ def test_attention_mask_of_the_loader_is_kept():
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
     batch = get_batch(iter([{**item(), "attention_mask": mask}]), torch.device("cpu"))
     assert torch.equal(batch["attention_mask"], mask)
+
+
+def test_context_parallel_rank_keeps_the_rows_of_the_mask_that_belong_to_its_queries():
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
+    cut = slice_for_context_parallel({"attention_mask": mask}, 1, 2)
+    assert torch.equal(cut["attention_mask"], mask[:, :, 2:6])

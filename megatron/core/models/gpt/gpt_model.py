@@ -161,8 +161,10 @@ class GPTModel(LanguageModule):
         hidden_states = self.decoder.input_tensor if decoder_input is None else decoder_input
         assert hidden_states is not None, "decoder_input=None: a chunk without embedding needs set_input_tensor first"
         shards = group_size(self.pg_collection.tp) if self.config.sequence_parallel else 1
-        length = hidden_states.shape[0] * shards  # attention sees the whole sequence
-        return self.rotary_pos_emb.get_tables(length, self.config.params_dtype, hidden_states.device)
+        # a sequence shard of a context-parallel part -> the whole sequence
+        length = hidden_states.shape[0] * shards * group_size(self.pg_collection.cp)
+        dtype, device = self.config.params_dtype, hidden_states.device
+        return self.rotary_pos_emb.get_tables(length, dtype, device, self.pg_collection.cp)
 
     def _output(self, hidden_states: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
         """Project and score: hidden_states [s, b, h], labels [b, s] -> losses [b, s], or logits [b, s, v]."""

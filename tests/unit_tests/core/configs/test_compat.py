@@ -9,10 +9,14 @@ from megatron.training.check_rules import TRAINING_RULES
 ALL = RULES + TRAINING_RULES
 SIZES = {"num_layers": 4, "hidden_size": 96, "num_attention_heads": 6}
 MOE = {**SIZES, "num_moe_experts": 8}
+CP2 = {"context_parallel_size": 2, "attention_dropout": 0.0}
 VIOLATORS = {
     "pp": {**SIZES, "pipeline_model_parallel_size": 2},
     "vpp": {**SIZES, "virtual_pipeline_model_parallel_size": 2},
-    "cp": {**SIZES, "context_parallel_size": 2},
+    "cp-attention-dropout": {**SIZES, **CP2, "attention_dropout": 0.1},
+    "cp-comm-type-per-layer": {**SIZES, "cp_comm_type": ["p2p", "a2a"]},
+    "cp-comm-type-hierarchical": {**SIZES, **CP2, "cp_comm_type": "a2a+p2p"},
+    "cp-a2a-divides-heads": {**SIZES, **CP2, "cp_comm_type": "a2a", "num_query_groups": 3},
     "tp-divides-heads": {**SIZES, "num_query_groups": 2, "tensor_model_parallel_size": 4},
     "tp-divides-groups": {**SIZES, "num_query_groups": 3, "tensor_model_parallel_size": 2},
     "tp-divides-ffn": {**SIZES, "ffn_hidden_size": 99, "tensor_model_parallel_size": 2},
@@ -51,4 +55,4 @@ def test_row_is_violated_by_its_example_and_not_by_a_plain_model(rule):
 
 
 def test_missing_features_are_told_from_invalid_ones():
-    assert {rule.id for rule in NOT_YET} == {"pp", "vpp", "cp"}
+    assert {rule.id for rule in NOT_YET} == {"pp", "vpp"}

@@ -81,7 +81,7 @@ def test_all_violations_come_at_once():
         "bf16=True with fp16=True",
         "hidden_size=97 with num_attention_heads=6",
         "moe_router_topk=9 with num_moe_experts=8",
-        "context_parallel_size=2",
+        "context_parallel_size=2 with attention_dropout=0.1",
     ]
 
 
@@ -120,6 +120,27 @@ def test_all_violations_come_at_once():
         ({"num_query_groups": 4}, "num_query_groups=4 with num_attention_heads=6", "same number of heads"),
         ({"attention_dropout": 1.0}, "attention_dropout=1.0", "a probability below 1"),
         ({"fp32_residual_connection": True}, "fp32_residual_connection=True", "model's precision already"),
+        (
+            {"context_parallel_size": 2},
+            "context_parallel_size=2 with attention_dropout=0.1",
+            "share no random numbers; set --attention-dropout 0",
+        ),
+        (
+            {"context_parallel_size": 2, "cp_comm_type": "a2a+p2p"},
+            "cp_comm_type='a2a+p2p' with context_parallel_size=2",
+            "without levels; use --cp-comm-type p2p, all_gather or a2a",
+        ),
+        (
+            {"context_parallel_size": 4, "cp_comm_type": "a2a"},
+            "cp_comm_type='a2a' with num_attention_heads=6",
+            "multiples of TP * CP, or use --cp-comm-type p2p",
+        ),
+        (
+            {"cp_comm_type": ["p2p", "a2a"]},
+            "cp_comm_type=['p2p', 'a2a'] with num_layers=4",
+            "one entry, or as many as --num-layers",
+        ),
+        ({"cp_comm_type": "ring"}, "cp_comm_type='ring'", "p2p, all_gather, allgather, a2a"),
         ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size=0", "at least one rank"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -134,7 +155,6 @@ def test_violation_names_field_and_constraint(fields, subject, constraint):
     [
         "pipeline_model_parallel_size",
         "virtual_pipeline_model_parallel_size",
-        "context_parallel_size",
     ],
 )
 def test_sizes_that_are_not_there_are_refused_by_name(name):

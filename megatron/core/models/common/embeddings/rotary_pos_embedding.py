@@ -19,8 +19,11 @@ Legend: s sequence, d turned channels.
 import math
 
 import torch
+import torch.distributed as dist
 
 from megatron.core.fusions.fused_rope import RotaryTables
+from megatron.core.utils.groups import group_rank, group_size
+from megatron.core.utils.zigzag import own_chunks
 
 _TRAINED_LENGTH = 8192
 _LOW_FREQUENCY_FACTOR = 1.0
@@ -72,11 +75,17 @@ class RotaryEmbedding(torch.nn.Module):
             angles = torch.cat((angles, angles), dim=-1)
         return angles[:, None, None, :]
 
-    def get_tables(self, seq_len: int, dtype: torch.dtype, device: torch.device) -> RotaryTables:
-        """Return cos and sin for positions 0 ... s - 1, each [s, 1, 1, d]; made once per length, dtype and device."""
+    def get_tables(
+        self, seq_len: int, dtype: torch.dtype, device: torch.device, cp_group: dist.ProcessGroup | None = None
+    ) -> RotaryTables:
+        """Return cos and sin for this rank's part of positions 0 ... seq_len - 1, each [s, 1, 1, d].
+
+        Without context parallelism that is all of them. Made once per length, dtype and device.
+        """
         key = (seq_len, dtype, device)
         if self._kept is None or self._kept[0] != key:
-            tables = RotaryTables.from_angles(self(seq_len), dtype)
+            angles = own_chunks(self(seq_len), 0, group_rank(cp_group), group_size(cp_group))
+            tables = RotaryTables.from_angles(angles, dtype)
             self._kept = key, RotaryTables(tables.cos.to(device), tables.sin.to(device))
         return self._kept[1]
 
