@@ -72,6 +72,13 @@ def triton_interpret() -> bool:
     return _text("TRITON_INTERPRET") == "1"
 
 
+def become_rank(rank: int, world_size: int, port: int) -> None:
+    """Be what a launcher would have made of this process: rank `rank` of a world on this host."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
 def set_default(name: str, value: str) -> None:
     """Set a variable for libraries that are loaded later, unless the user has set it."""
     os.environ.setdefault(name, value)

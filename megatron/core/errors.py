@@ -27,12 +27,17 @@ class RankFailure(RuntimeError):
     """Another rank died, hangs or left with an error of its own; the message names it."""
 
 
+class StreamOrderError(RuntimeError):
+    """--check-streams found work or memory used without order, or ranks that communicate differently."""
+
+
 USER_ERRORS: tuple[type[Exception], ...] = (
     ConfigError,
     MissingDependencyError,
     CheckpointError,
     DataError,
     RankFailure,
+    StreamOrderError,
 )
 
 

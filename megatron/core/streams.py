@@ -26,7 +26,7 @@ through the module (`streams.wait(event)`), which is also how tests replace one 
 
 import contextlib
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -84,6 +84,10 @@ class StreamObserver(Protocol):
 
     def on_release(self, tensor: torch.Tensor) -> None:
         """The storage of `tensor` [...] is about to be emptied."""
+        ...
+
+    def on_access(self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
+        """A kernel that torch does not dispatch reads and writes these tensors [...] on the current stream."""
         ...
 
 
@@ -178,6 +182,20 @@ def current_role() -> Role:
 def current_label() -> str:
     """What the current stream is at work for."""
     return _STATE.label
+
+
+def native_stream(role: Role) -> torch.cuda.Stream | None:
+    """The device's stream of a role inside a step; None outside and if streams are virtual."""
+    return _STATE.native(role)
+
+
+def declare(name: str, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()) -> None:
+    """Say which tensors [...] the kernel `name` touches, which torch does not dispatch; call it before the launch.
+
+    A Triton kernel or a library call is invisible to an observer otherwise.
+    """
+    if _STATE.observer is not None:
+        _STATE.observer.on_access(name, reads, writes)
 
 
 def num_held() -> int:

@@ -24,6 +24,7 @@ from megatron.training.callbacks.gc import ManualGC
 from megatron.training.callbacks.metrics import TrainingLog
 from megatron.training.callbacks.profiler import Profiler, is_profiled
 from megatron.training.callbacks.progress import ProgressBar, is_terminal
+from megatron.training.callbacks.stream_check import checked_streams
 from megatron.training.checkpointing import CheckpointWriter, load_checkpoint
 from megatron.training.data_loaders import build_train_valid_test_data_iterators
 from megatron.training.evaluation import evaluate_and_print
@@ -66,12 +67,12 @@ def pretrain(
     device = initialize_megatron(args)
     heartbeat = Heartbeat(open_store(), collective_timeout_s=60.0 * args.distributed_timeout_minutes)
     try:
-        with heartbeat.watch():
+        with heartbeat.watch(), checked_streams(args) as stream_checks:
             run = build_run(args, device, model_provider, forward_step_func)
             restore_generators = load_checkpoint(run)
             build_data(run, train_valid_test_dataset_provider)
             restore_generators()
-            run.callbacks = CallbackList([*standard_callbacks(args, start_time, heartbeat), *callbacks])
+            run.callbacks = CallbackList([*stream_checks, *standard_callbacks(args, start_time, heartbeat), *callbacks])
             if not args.skip_train:
                 train(run)
             if run.exit_reason is None:

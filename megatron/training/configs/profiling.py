@@ -31,6 +31,11 @@ class ProfilingConfig(ConfigTopic):
     pytorch_profiler_collect_callstack: bool = False
     """Record call stacks in the trace."""
 
+    check_streams: bool = False
+    """Check that streams use each other's work and memory in order and ranks communicate alike; stop at a finding.
+
+    A checked step takes several times as long."""
+
     def check(self) -> list[Violation]:
         """The profiled steps are a range."""
         if not self.profile or self.profile_step_start < self.profile_step_end:

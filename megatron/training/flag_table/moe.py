@@ -37,7 +37,6 @@ FEATURES = (
         switch("--ep-overlap-early-attn-memory-release"),
         switch("--high-priority-a2a-comm-stream"),
         switch("--log-overlap"),
-        switch("--check-streams"),
     ),
     not_yet(
         "dropless MoE with a static budget",
