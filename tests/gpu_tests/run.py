@@ -40,13 +40,16 @@ class Part:
 
 
 LAUNCHES = "tests/gpu_tests/test_launches.py"
+WGRAD = "tests/gpu_tests/test_wgrad.py"
 PARTS = (
     Part("loss", (f"{LAUNCHES}::test_loss_curves_of_cpu_and_cuda_agree",), 150),
     Part("loss-ep2", (f"{LAUNCHES}::test_loss_curves_agree_on_two_gpus",), 150, num_gpus=2),
     Part("bf16", (f"{LAUNCHES}::test_bf16_mixture_learns_with_grouped_experts",), 120),
     Part("repeatable", (f"{LAUNCHES}::test_deterministic_runs_are_bitwise_equal",), 120),
     Part("resume", (f"{LAUNCHES}::test_resume_with_dropout_is_bitwise_on_a_gpu",), 120),
-    Part("unit", ("tests/gpu_tests", "--ignore", LAUNCHES), 240),
+    Part("wgrad", (WGRAD, "--deselect", f"{WGRAD}::test_benchmark_sweeps_the_other_shapes"), 120),
+    Part("wgrad-sweep", (f"{WGRAD}::test_benchmark_sweeps_the_other_shapes",), 120),
+    Part("unit", ("tests/gpu_tests", "--ignore", LAUNCHES, "--ignore", WGRAD), 240),
 )
 
 

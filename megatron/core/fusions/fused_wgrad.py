@@ -5,7 +5,7 @@
 
 Operands are bf16 or fp16, main gradients usually fp32: rounding each microbatch's product to bf16 before it is added
 would lose what the wide buffer is for. The plain form widens the operands. On a GPU the dense product is one cuBLAS
-call that reads and writes the main gradient, the grouped product a kernel of ours (`grouped_wgrad_kernel`).
+call that reads and writes the main gradient, the grouped product a kernel of ours (`grouped_wgrad`).
 
 A group without rows leaves its main gradient as it is, bit for bit. Rows behind the last group are never read.
 
@@ -18,6 +18,7 @@ from itertools import pairwise
 
 import torch
 
+from megatron.core.fusions.grouped_wgrad import grouped_wgrad, uses_wgrad_kernel
 from megatron.core.utils.stacked import stacked_view
 from megatron.core.utils.upcast import upcast
 
@@ -37,6 +38,9 @@ def accumulate_wgrad(
     """
     if ends is None:
         _accumulate_dense(main_grad, grad, rows)
+        return
+    if isinstance(ends, torch.Tensor) and uses_wgrad_kernel(main_grad, grad, rows):
+        grouped_wgrad(main_grad, grad, rows, ends)
         return
     limits = ends.tolist() if isinstance(ends, torch.Tensor) else list(ends)
     for expert, (begin, end) in enumerate(pairwise([0, *limits])):
