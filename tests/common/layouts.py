@@ -197,10 +197,7 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
     )
     config = case.config(layout)
     config.finalize_model_grads_func = finalize_model_grads
-    config.overlap_moe_expert_parallel_comm = layout.overlap
-    config.delay_wgrad_compute = layout.overlap and layout.delays_wgrad
-    counters: Counter[str] = Counter()
-    config.count_func = counters.update
+    counters = _choose_schedule(config, layout)
     shape = {f.name: getattr(case.shape, f.name) for f in fields(case.shape)}
     model = GPTModel(config, get_gpt_decoder_block_spec(config), **shape)
     load_weights(model, weights)
@@ -249,6 +246,15 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
     result.params = {n: _shard(p, p.detach()) for n, p in named_global_parameters(chunk)}
     result.expert_bias = {layer: r.expert_bias for layer, r in routers.items() if r.expert_bias is not None}
     return result
+
+
+def _choose_schedule(config: TransformerConfig, layout: Layout) -> Counter[str]:
+    """Set the schedule after construction, which would refuse one without an exchange; returns what it will count."""
+    config.overlap_moe_expert_parallel_comm = layout.overlap
+    config.delay_wgrad_compute = layout.overlap and layout.delays_wgrad
+    counters: Counter[str] = Counter()
+    config.count_func = counters.update
+    return counters
 
 
 def _blocks_of_rank(batch: Batch, layout: Layout) -> list[list[int]]:
