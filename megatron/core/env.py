@@ -37,6 +37,11 @@ def local_rank() -> int:
     return _integer("LOCAL_RANK", 0) or 0
 
 
+def local_world_size() -> int | None:
+    """LOCAL_WORLD_SIZE: processes on this host; None without a launcher."""
+    return _integer("LOCAL_WORLD_SIZE", None, minimum=1)
+
+
 def master_addr() -> str | None:
     """MASTER_ADDR: host of the rendezvous; None without a launcher."""
     return _text("MASTER_ADDR")

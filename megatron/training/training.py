@@ -6,7 +6,6 @@ parse arguments -> initialise -> build model, optimizer, data -> train -> evalua
 import argparse
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -97,8 +96,7 @@ def build_run(
     model = build_model(model_provider, args, device, pg_collection)
     optimizer, scheduler = build_optimizer(args, model, pg_collection)
     model_config = model[0].config
-    counters: Counter[str] = Counter()
-    connect_schedule(model_config, optimizer, counters)
+    connect_schedule(model_config, optimizer)
     return TrainingRun(
         args=args,
         model=model,
@@ -108,7 +106,6 @@ def build_run(
         pg_collection=pg_collection,
         device=device,
         forward_step_func=forward_step_func,
-        counters=counters,
     )
 
 

@@ -45,6 +45,7 @@ logger = get_logger(__name__)
 
 ENGINES = {
     "collective": ("megatron.core.transformer.moe.dispatchers.hybridep.collective", "CollectiveEngine"),
+    "symm_mem": ("megatron.core.transformer.moe.dispatchers.hybridep.symm_mem", "SymmMemEngine"),
 }
 """Value of --moe-hybridep-engine -> module and class; the module is imported when the engine is asked for."""
 

@@ -1,0 +1,385 @@
+"""The engine of one host: kernels write rows straight into the memory of the GPUs that need them.
+
+    dispatch     source       push ------.                     each token once per destination, with its slots
+                                          \\ NVLink
+                 experts      push  wait   `-> arrange  expand  wait for all peers, lay out the rows, fill them
+    combine      experts      reduce -----.                    one sum per token and source
+                                          \\ NVLink
+                 source       reduce  wait `-> add              wait for all peers, add their sums up
+
+Each line is a row of kernels on one stream, the current one. Counts travel with the rows and stay on the device; under
+a row budget the host waits for nothing, and the kernels can be captured and replayed with another routing. Without a
+budget the host reads the counts once, between arrange and expand, when the rows are on their way already.
+
+A rank whose tokens do not fit its section (only without a budget, where nobody knew) sends the header alone; all ranks
+read the same counts, make the sections larger together and send again.
+
+Legend: T tokens of this rank, K slots of a token, h width, W ranks, n experts on each, P rows at this rank's experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import env
+from megatron.core.errors import ConfigError
+from megatron.core.fusions.triton_casts import is_interpreted
+from megatron.core.optional_deps import is_available
+from megatron.core.transformer.moe.dispatchers.host_counts import HostCounts
+from megatron.core.transformer.moe.dispatchers.hybridep.engine import EngineSetup, HybridEPEngine
+from megatron.core.transformer.moe.dispatchers.hybridep.metadata import Exchange
+from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_buffers import Capacity, Mailbox
+from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_group import (
+    Phases,
+    SymmetricGroup,
+    finish,
+    open_symmetric_group,
+)
+from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_kernels import (
+    add_kernel,
+    expand_kernel,
+    push_kernel,
+    reduce_kernel,
+    zero_kernel,
+)
+from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_routing import (
+    arrange_kernel,
+    next_power_of_2,
+    number_rows,
+)
+from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_signals import COMBINE, DISPATCH
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROW_ALIGNMENT = 8
+"""Elements: 16-byte accesses in half precision."""
+TIMEOUT_S = 600.0
+MAX_UNROLLED_SLOTS = 8
+
+Rows = tuple[torch.Tensor, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the kernels are launched; every rank the same."""
+
+    push_blocks: int = 64
+    reduce_blocks: int = 528
+    local_blocks: int = 1056
+    """Blocks of expand and add, which write to no peer."""
+    push_tile: int = 4
+    """Tokens that a block of push has under way."""
+    push_columns: int = 2048
+    columns: int = 2048
+
+    @classmethod
+    def of(cls, num_blocks: int | None) -> Launch:
+        """The defaults, or `num_blocks` blocks for each kernel."""
+        if num_blocks is not None:
+            return cls(num_blocks, num_blocks, num_blocks)
+        return cls(2, 2, 2) if is_interpreted() else cls()
+
+
+@dataclass
+class Routing:
+    """What an exchange keeps on the device."""
+
+    counts: torch.Tensor
+    """int32 [W * n], rows of this rank for each expert."""
+
+    places: torch.Tensor
+    """int32 [T, K], which of these rows each slot is."""
+
+    slot_rows: torch.Tensor | None = None
+    """int32 [W, N, K], row at our experts of every slot of every source; set by the first dispatch."""
+
+    group_ends: torch.Tensor | None = None
+    """int32 [2, n], end of each expert's rows without and with padding."""
+
+
+class SymmMemEngine(HybridEPEngine):
+    """Moves rows by kernels over symmetric memory. `*_phases` are the operations for ranks that share a process."""
+
+    def __init__(self, setup: EngineSetup, timeout_s: float = TIMEOUT_S, launch: Launch | None = None) -> None:
+        super().__init__(setup)
+        self._mail = Mailbox(open_symmetric_group(setup.group), setup.num_local_experts)
+        self._timeout_s = timeout_s
+        self._launch = launch or Launch.of(setup.num_blocks)
+
+    @classmethod
+    def why_unavailable(cls, setup: EngineSetup) -> str | None:
+        """A GPU, Triton, one host, rows of whole 16-byte words."""
+        if setup.hidden_size % ROW_ALIGNMENT:
+            return f"hidden_size={setup.hidden_size}: rows must be a multiple of {ROW_ALIGNMENT} elements"
+        if not is_available("triton"):
+            return "Triton is not installed"
+        if isinstance(setup.group, SymmetricGroup) or is_interpreted():
+            return None
+        if not torch.cuda.is_available():
+            return "there is no GPU"
+        return _why_not_connected(setup.group)
+
+    def reads_counts(self, is_static: bool) -> bool:
+        return not is_static
+
+    def raise_if_dead(self) -> None:
+        """Raise RankFailure that names the peers a kernel waited for in vain. Host: no synchronisation."""
+        self._mail.signals.raise_if_dead()
+
+    def prepare(self, exchange: Exchange) -> None:
+        num_experts = self.setup.num_ranks * self.setup.num_local_experts
+        exchange.saved = Routing(*number_rows(exchange.expert_ids, num_experts))
+
+    def dispatch(self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None) -> Rows:
+        """Hidden [T, h], probs [T, K] -> rows [P, h], row probs [P]."""
+        return finish(self.dispatch_phases(exchange, hidden, probs))
+
+    def combine(self, exchange: Exchange, rows: torch.Tensor, row_probs: torch.Tensor | None) -> Rows:
+        """Rows [P, h], row probs [P] -> hidden [T, h], probs [T, K]."""
+        return finish(self.combine_phases(exchange, rows, row_probs))
+
+    def dispatch_phases(self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None) -> Phases[Rows]:
+        """Dispatch hidden [T, h], probs [T, K]; yields while the messages are under way."""
+        routing: Routing = exchange.saved
+        is_first = routing.slot_rows is None
+        hidden = hidden.contiguous()
+        self._check(exchange, hidden, probs)
+        self._reserve(exchange, hidden, exchange.max_tokens or 0)
+        self._push(exchange, hidden, probs if is_first else None)
+        yield
+        self._wait(DISPATCH, self._launch.push_blocks)
+        if not is_first:
+            return self._expand(exchange, hidden, None), None
+        firsts, totals = self._arrange(exchange, routing)
+        most_tokens = exchange.max_tokens or 0
+        if not exchange.is_static:
+            most_tokens = self._read_counts(exchange, totals)
+            if most_tokens > self._mail.capacity.tokens:
+                self._reserve(exchange, hidden, most_tokens)
+                self._push(exchange, hidden, probs)
+                yield
+                self._wait(DISPATCH, self._launch.push_blocks)
+        num_slots = exchange.expert_ids.shape[1]
+        routing.slot_rows = exchange.expert_ids.new_empty(self.setup.num_ranks, most_tokens, num_slots)
+        row_probs = torch.empty(exchange.num_rows or 0, dtype=torch.float32, device=hidden.device)
+        return self._expand(exchange, hidden, (firsts, row_probs)), row_probs
+
+    def combine_phases(self, exchange: Exchange, rows: torch.Tensor, row_probs: torch.Tensor | None) -> Phases[Rows]:
+        """Combine rows [P, h], row probs [P]; yields while the messages are under way."""
+        rows = rows.contiguous()
+        self._check(exchange, rows, row_probs)
+        self._reserve(exchange, rows, 0)
+        self._reduce(exchange, rows, row_probs)
+        yield
+        self._wait(COMBINE, self._launch.reduce_blocks)
+        hidden = rows.new_empty(exchange.num_tokens, self.setup.hidden_size)
+        probs = None
+        if row_probs is not None:
+            probs = torch.empty(exchange.expert_ids.shape, dtype=torch.float32, device=rows.device)
+        self._add(exchange, hidden, probs)
+        return hidden, probs
+
+    # ------------------------------------------------------------------------------------------------ the messages
+
+    def _check(self, exchange: Exchange, rows: torch.Tensor, probs: torch.Tensor | None) -> None:
+        self.raise_if_dead()
+        if rows.dtype not in DTYPES or (probs is not None and probs.dtype != torch.float32):
+            kinds = f"rows of {rows.dtype}" + (f" with probabilities of {probs.dtype}" if probs is not None else "")
+            raise ConfigError(
+                f"{kinds}: symmetric memory moves rows of bfloat16, float16 or float32 with float32 probabilities; "
+                "choose another --moe-hybridep-engine for this dtype."
+            )
+        limit = exchange.max_tokens
+        assert limit is not None or not exchange.is_static, "a static exchange needs the agreed number of tokens"
+        assert limit is None or exchange.num_tokens <= limit, f"{exchange.num_tokens} tokens, {limit} were agreed on"
+
+    def _reserve(self, exchange: Exchange, rows: torch.Tensor, num_tokens: int) -> None:
+        row_bytes = self.setup.hidden_size * rows.element_size()
+        self._mail.reserve(Capacity(num_tokens, exchange.expert_ids.shape[1], row_bytes))
+
+    def _push(self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None) -> None:
+        """Send hidden [T, h]; with probs [T, K] the slots and the header too."""
+        mail, setup, launch, routing = self._mail, self.setup, self._launch, exchange.saved
+        num_tokens = exchange.num_tokens
+        slots = exchange.expert_ids.shape[1]
+        push_kernel[(launch.push_blocks,)](
+            hidden,
+            exchange.expert_ids,
+            routing.places,
+            hidden if probs is None else probs.contiguous(),
+            routing.counts,
+            mail.control_addresses,
+            mail.data_addresses,
+            mail.signals.epoch,
+            num_tokens if num_tokens <= mail.capacity.tokens else 0,
+            num_tokens,
+            setup.rank,
+            mail.capacity.tokens,
+            mail.sections.num_bytes,
+            mail.sections.places_at,
+            mail.sections.probs_at,
+            mail.sections.rows_at,
+            HEADERS_AT=mail.headers_at,
+            OPERATION=DISPATCH,
+            EXPERTS_PAD=next_power_of_2(setup.num_local_experts),
+            TILE=launch.push_tile,
+            BLOCK=min(launch.push_columns, next_power_of_2(setup.hidden_size)),
+            WITH_ROUTING=probs is not None,
+            **self._sizes(slots),
+            EXPERTS=setup.num_local_experts,
+            num_warps=8,
+        )
+
+    def _wait(self, operation: int, num_reports: int) -> None:
+        self._mail.signals.wait(self._mail.control, operation, num_reports, self._timeout_s)
+
+    def _arrange(self, exchange: Exchange, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lay out the rows; returns firsts int32 [W, n] and totals int64 [3]."""
+        mail, setup = self._mail, self.setup
+        device, experts, size = mail.control.device, setup.num_local_experts, setup.num_ranks
+        firsts = torch.empty(size, experts, dtype=torch.int32, device=device)
+        routing.group_ends = torch.empty(2, experts, dtype=torch.int32, device=device)
+        exchange.tokens_per_expert = torch.empty(experts, dtype=torch.int64, device=device)
+        totals = torch.empty(3, dtype=torch.int64, device=device)
+        budget = 2**31 - 1 if exchange.row_budget is None else exchange.row_budget
+        arrange_kernel[(1,)](
+            mail.control[mail.headers_at :],
+            mail.signals.epoch,
+            firsts,
+            routing.group_ends,
+            exchange.tokens_per_expert,
+            totals,
+            budget,
+            MULTIPLE=setup.row_multiple,
+            SIZE=size,
+            SIZE_PAD=next_power_of_2(size),
+            EXPERTS=experts,
+            EXPERTS_PAD=next_power_of_2(experts),
+        )
+        exchange.num_rows = exchange.row_budget
+        exchange.dropped_rows = totals[1:2] if exchange.is_static else None
+        return firsts, totals
+
+    def _read_counts(self, exchange: Exchange, totals: torch.Tensor) -> int:
+        """Bring totals int64 [3] and the experts' rows to the host; returns the tokens of the rank with most."""
+        assert exchange.tokens_per_expert is not None, "arrange comes first"
+        num_rows, _, most_tokens, *per_expert = HostCounts(torch.cat([totals, exchange.tokens_per_expert])).wait()
+        exchange.num_rows, exchange.host_tokens_per_expert = num_rows, per_expert
+        return most_tokens
+
+    def _expand(
+        self, exchange: Exchange, hidden: torch.Tensor, first: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Fill the rows [P, h]; `first` are firsts int32 [W, n] and row probs [P], if routing came along."""
+        mail, setup, routing = self._mail, self.setup, exchange.saved
+        rows = hidden.new_empty(exchange.num_rows or 0, setup.hidden_size)
+        firsts, row_probs = first or (routing.counts, rows)
+        block = min(self._launch.columns, next_power_of_2(setup.hidden_size))
+        expand_kernel[(self._launch.local_blocks,)](
+            hidden,
+            rows,
+            row_probs,
+            routing.slot_rows,
+            firsts,
+            mail.control[mail.headers_at :],
+            mail.data_addresses,
+            mail.signals.epoch,
+            routing.slot_rows.shape[1],
+            rows.shape[0],
+            setup.rank,
+            mail.capacity.tokens,
+            mail.sections.num_bytes,
+            mail.sections.places_at,
+            mail.sections.probs_at,
+            mail.sections.rows_at,
+            BLOCK=block,
+            WITH_ROUTING=first is not None,
+            EXPERTS=setup.num_local_experts,
+            **self._sizes(routing.slot_rows.shape[2]),
+        )
+        if setup.row_multiple > 1:
+            zero_kernel[(setup.num_local_experts,)](
+                rows,
+                row_probs,
+                routing.group_ends,
+                rows.shape[0],
+                setup.num_local_experts,
+                setup.hidden_size,
+                block,
+                WITH_PROBS=first is not None,
+            )
+        return rows
+
+    def _reduce(self, exchange: Exchange, rows: torch.Tensor, row_probs: torch.Tensor | None) -> None:
+        """Send the sums of rows [P, h] and the values row_probs [P] home."""
+        mail, routing = self._mail, exchange.saved
+        slots = routing.slot_rows.shape[2]
+        reduce_kernel[(self._launch.reduce_blocks,)](
+            rows,
+            rows if row_probs is None else row_probs.contiguous(),
+            routing.slot_rows,
+            mail.control_addresses,
+            mail.data_addresses,
+            mail.signals.epoch,
+            routing.slot_rows.shape[1],
+            self.setup.rank,
+            mail.capacity.tokens,
+            mail.sections.num_bytes,
+            mail.sections.probs_at,
+            mail.sections.rows_at,
+            OPERATION=COMBINE,
+            BLOCK=min(self._launch.columns, next_power_of_2(self.setup.hidden_size)),
+            UNROLL=min(slots, MAX_UNROLLED_SLOTS),
+            WITH_PROBS=row_probs is not None,
+            INTERPRETED=is_interpreted(),
+            **self._sizes(slots),
+        )
+
+    def _add(self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None) -> None:
+        """Fill hidden [T, h] and probs [T, K] from what the ranks returned."""
+        mail, setup = self._mail, self.setup
+        add_kernel[(self._launch.local_blocks,)](
+            hidden,
+            hidden if probs is None else probs,
+            exchange.expert_ids,
+            mail.data_addresses,
+            mail.signals.epoch,
+            exchange.num_tokens,
+            setup.rank,
+            mail.capacity.tokens,
+            mail.sections.num_bytes,
+            mail.sections.probs_at,
+            mail.sections.rows_at,
+            BLOCK=min(self._launch.columns, next_power_of_2(setup.hidden_size)),
+            WITH_PROBS=probs is not None,
+            INTERPRETED=is_interpreted(),
+            EXPERTS=setup.num_local_experts,
+            **self._sizes(exchange.expert_ids.shape[1]),
+        )
+
+    def _sizes(self, slots: int) -> dict[str, int]:
+        """Sizes that most kernels are compiled for."""
+        return {
+            "SIZE": self.setup.num_ranks,
+            "SLOTS": slots,
+            "SLOTS_PAD": next_power_of_2(slots),
+            "WIDTH": self.setup.hidden_size,
+        }
+
+
+def _why_not_connected(group: dist.ProcessGroup | None) -> str | None:
+    """Tell why the GPUs of a group's ranks cannot write to each other, as far as this rank can see."""
+    ranks = [] if group is None else dist.get_process_group_ranks(group)
+    per_host = env.local_world_size()
+    if per_host is None or len(ranks) < 2:
+        return None
+    if len({rank // per_host for rank in ranks}) > 1:
+        return f"the expert ranks {ranks} are on several hosts with {per_host} processes each"
+    here = torch.cuda.current_device()
+    others = {rank % per_host for rank in ranks} - {here}
+    # With one visible device per process the others cannot be asked; the rendezvous will tell.
+    asked = [other for other in others if other < torch.cuda.device_count()]
+    unreachable = [other for other in asked if not torch.cuda.can_device_access_peer(here, other)]
+    return f"GPU {here} has no peer access to GPU {unreachable}" if unreachable else None
