@@ -1,6 +1,7 @@
 """Builds what a step needs: the wrapped model, the optimizer and the schedule of its learning rate."""
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,10 +41,14 @@ def complete_parameters(model: Sequence[torch.nn.Module]) -> None:
             chunk.finish_param_sync()
 
 
-def connect_schedule(config: Any, optimizer: Any) -> None:
-    """Give the schedule its hooks: scale the loss before backward, complete the gradients after the last microbatch."""
+def connect_schedule(config: Any, optimizer: Any, counters: Counter[str]) -> None:
+    """Give the schedule its hooks: scale the loss before backward, complete the gradients after the last microbatch.
+
+    What a schedule did is added to `counters`.
+    """
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
+    config.count_func = counters.update
 
 
 def build_optimizer(

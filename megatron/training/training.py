@@ -6,6 +6,7 @@ parse arguments -> initialise -> build model, optimizer, data -> train -> evalua
 import argparse
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,7 +97,8 @@ def build_run(
     model = build_model(model_provider, args, device, pg_collection)
     optimizer, scheduler = build_optimizer(args, model, pg_collection)
     model_config = model[0].config
-    connect_schedule(model_config, optimizer)
+    counters: Counter[str] = Counter()
+    connect_schedule(model_config, optimizer, counters)
     return TrainingRun(
         args=args,
         model=model,
@@ -106,6 +108,7 @@ def build_run(
         pg_collection=pg_collection,
         device=device,
         forward_step_func=forward_step_func,
+        counters=counters,
     )
 
 

@@ -7,6 +7,7 @@ The global batch is always the same samples in the same order: microbatch m of d
 """
 
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
@@ -59,6 +60,8 @@ class Layout:
     overlap_param_gather: bool = False
     delays_wgrad: bool = False
     fuses_wgrad: bool = True
+    overlap: bool = False
+    """Hide expert communication behind another microbatch."""
 
     @property
     def world_size(self) -> int:
@@ -117,6 +120,8 @@ class RankStep:
     """{layer: {token id: bool [E]}}, first step."""
     expert_bias: dict[int, torch.Tensor]
     log: list[Any]
+    counters: Counter[str]
+    """What the schedule did, over all steps."""
 
 
 def run_step(
@@ -159,6 +164,7 @@ def join_ranks(ranks: Sequence[RankStep]) -> StepResult:
         expert_bias=ranks[0].expert_bias,
         grad_norm=ranks[0].grad_norm,
         logs=[rank.log for rank in ranks],
+        counters=ranks[0].counters,
     )
 
 
@@ -191,6 +197,7 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
     )
     config = case.config(layout)
     config.finalize_model_grads_func = finalize_model_grads
+    counters = _choose_schedule(config, layout)
     shape = {f.name: getattr(case.shape, f.name) for f in fields(case.shape)}
     model = GPTModel(config, get_gpt_decoder_block_spec(config), **shape)
     load_weights(model, weights)
@@ -215,7 +222,9 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
         use_distributed_optimizer=layout.use_distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(settings, [chunk])
-    result = RankStep(torch.zeros(2, dtype=torch.float64), {}, {}, None, {}, {layer: {} for layer in routers}, {}, [])
+    result = RankStep(
+        torch.zeros(2, dtype=torch.float64), {}, {}, None, {}, {layer: {} for layer in routers}, {}, [], counters
+    )
     with ExitStack() as stack:
         forced = stack.enter_context(forced_routing(model, plan)) if plan is not None else None
         for step in range(steps):
@@ -224,7 +233,7 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
             hooks = [] if step else _record_routing(routers, ids, result.routing_maps)
             with CollectiveLog() as log:
                 work = list(zip(blocks, ids, strict=True))
-                sums = _run_microbatches(chunk, batch, work, forced, layout.delays_wgrad)
+                sums = _run_microbatches(chunk, batch, work, forced, layout.delays_wgrad and not layout.overlap)
                 grads = {s.name: _shard(s.param, s.tensors["main_grad"]) for s in optimizer.whole_state()}
                 _, norm, _ = optimizer.step()
             for hook in hooks:
@@ -237,6 +246,15 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
     result.params = {n: _shard(p, p.detach()) for n, p in named_global_parameters(chunk)}
     result.expert_bias = {layer: r.expert_bias for layer, r in routers.items() if r.expert_bias is not None}
     return result
+
+
+def _choose_schedule(config: TransformerConfig, layout: Layout) -> Counter[str]:
+    """Set the schedule after construction, which would refuse one without an exchange; returns what it will count."""
+    config.overlap_moe_expert_parallel_comm = layout.overlap
+    config.delay_wgrad_compute = layout.overlap and layout.delays_wgrad
+    counters: Counter[str] = Counter()
+    config.count_func = counters.update
+    return counters
 
 
 def _blocks_of_rank(batch: Batch, layout: Layout) -> list[list[int]]:
@@ -305,10 +323,10 @@ def _run_microbatches(chunk, batch, blocks, forced, delays_wgrad) -> torch.Tenso
             losses = model(tokens, positions, None, labels=labels)
         if queue is not None and losses.requires_grad:
             losses.register_hook(functools.partial(_flush_after_backward, queue))
-        mask = mask.to(losses.dtype)
 
         def loss_func(output):
-            loss_sum, num_tokens = (output * mask).sum(), mask.sum().to(torch.int64)
+            counted = mask.to(output.dtype)
+            loss_sum, num_tokens = (output * counted).sum(), counted.sum().to(torch.int64)
             report = torch.stack([loss_sum.detach().double(), num_tokens.double()])
             return loss_sum, num_tokens, {"lm loss": report}
 

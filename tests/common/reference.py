@@ -5,6 +5,7 @@ them: how a global batch falls into microbatches and data parallel ranks, and wh
 """
 
 import zlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -56,6 +57,8 @@ class StepResult:
     """Parameters after the step, by global name; of a layout under test only."""
     logs: list = field(default_factory=list)
     """Collective records of every rank; of a layout under test only."""
+    counters: Counter = field(default_factory=Counter)
+    """What the schedule of rank 0 did; of a layout under test only."""
 
 
 def make_weights(config, shape: GptShape, seed: int, std: float = 0.15) -> dict[str, torch.Tensor]:

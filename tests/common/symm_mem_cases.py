@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.dispatchers.hybridep.engine import EngineSetu
 from megatron.core.transformer.moe.dispatchers.hybridep.metadata import Exchange
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem import SymmMemEngine
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_group import LocalSymmetricGroup
-from tests.common.local_exchange import LocalExchange
+from tests.common.exchange_definition import LocalExchange
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -9,6 +9,8 @@ TEST_TYPE says what is launched:
     ckpt-resume   once with a save at half of the iterations, then from that save to the end again (with MODEL_ARGS_2
                   instead, if given); both halves must be equal
 Types that begin from a stored checkpoint are not there: none is shipped.
+
+TIER says when: normal (with every change) or full (with the whole matrices).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ CASES = Path(__file__).parent / "test_cases"
 CORPUS = ROOT / "examples" / "data" / "kjv_genesis_ruth.txt"
 TEST_TYPES = {"regular": 1, "ckpt-resume": 2}
 """Test type -> number of launches."""
+TIERS = ("normal", "full")
 CHECKPOINTS = "checkpoints"
 """Where a case saves, below OUTPUT_PATH."""
 LAUNCH_TIMEOUT_SECONDS = 300
@@ -42,6 +45,7 @@ class Case:
     model_args: dict[str, Any]
     env_vars: dict[str, str] = field(default_factory=dict)
     test_type: str = "regular"
+    tier: str = "normal"
     metrics: tuple[str, ...] = ("lm loss", "num-zeros")
     num_processes: int = 1
     model_args_2: dict[str, Any] | None = None
@@ -66,7 +70,7 @@ class Case:
 def load_case(folder: Path) -> Case:
     """Read a case; raises ValueError for keys and test types that this runner does not know."""
     stated = yaml.safe_load((folder / "model_config.yaml").read_text(encoding="utf-8"))
-    known = {"ENV_VARS", "MODEL_ARGS", "TEST_TYPE", "METRICS", "NUM_PROCESSES", "MODEL_ARGS_2"}
+    known = {"ENV_VARS", "MODEL_ARGS", "TEST_TYPE", "METRICS", "NUM_PROCESSES", "MODEL_ARGS_2", "TIER"}
     unknown = sorted(set(stated) - known)
     if unknown:
         raise ValueError(f"{folder}: unknown keys {unknown}; known are {sorted(known)}.")
@@ -75,12 +79,15 @@ def load_case(folder: Path) -> Case:
         model_args=stated["MODEL_ARGS"],
         env_vars={key: str(value) for key, value in stated.get("ENV_VARS", {}).items()},
         test_type=stated.get("TEST_TYPE", "regular"),
+        tier=stated.get("TIER", "normal"),
         metrics=tuple(stated.get("METRICS", Case.metrics)),
         num_processes=stated.get("NUM_PROCESSES", 1),
         model_args_2=stated.get("MODEL_ARGS_2"),
     )
     if case.test_type not in TEST_TYPES:
         raise ValueError(f"{folder}: TEST_TYPE {case.test_type!r}; known are {', '.join(TEST_TYPES)}.")
+    if case.tier not in TIERS:
+        raise ValueError(f"{folder}: TIER {case.tier!r}; known are {', '.join(TIERS)}.")
     return case
 
 

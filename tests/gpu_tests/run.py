@@ -41,7 +41,11 @@ class Part:
 
 LAUNCHES = "tests/gpu_tests/test_launches.py"
 WGRAD = "tests/gpu_tests/test_wgrad.py"
+TWO_GPUS = "tests/gpu_tests/test_two_gpus.py"
+CP_BLOCKS = "tests/gpu_tests/test_context_parallel.py"
 SYMM_MEM = "tests/gpu_tests/test_symm_mem.py"
+OWN_PARTS = (LAUNCHES, WGRAD, TWO_GPUS, CP_BLOCKS, SYMM_MEM)
+"""Files that `unit` leaves to parts of their own."""
 PARTS = (
     Part("loss", (f"{LAUNCHES}::test_loss_curves_of_cpu_and_cuda_agree",), 150),
     Part("loss-ep2", (f"{LAUNCHES}::test_loss_curves_agree_on_two_gpus",), 150, num_gpus=2),
@@ -52,7 +56,12 @@ PARTS = (
     Part("wgrad-sweep", (f"{WGRAD}::test_benchmark_sweeps_the_other_shapes",), 120),
     Part("symm-mem", (SYMM_MEM, "-k", "not rounds"), 120),
     Part("symm-mem-rounds", (SYMM_MEM, "-k", "rounds"), 120),
-    Part("unit", ("tests/gpu_tests", "--ignore", LAUNCHES, "--ignore", WGRAD, "--ignore", SYMM_MEM), 240),
+    Part("unit", ("tests/gpu_tests", *(word for path in OWN_PARTS for word in ("--ignore", path))), 240),
+    Part("cp-blocks", (CP_BLOCKS,), 90),
+    Part("zero2", (f"{TWO_GPUS}::test_sharded_optimizer_hides_reduction_and_gather",), 120, num_gpus=2),
+    Part("tp2", (f"{TWO_GPUS}::test_tensor_parallel_hides_a_part_of_its_exchanges",), 120, num_gpus=2),
+    Part("ep2-1b", (f"{TWO_GPUS}::test_expert_parallel_mixture_hides_reduction_and_gather",), 120, num_gpus=2),
+    Part("cp2", (f"{TWO_GPUS}::test_context_parallel_curve_is_that_of_one_gpu",), 240, num_gpus=2),
 )
 
 

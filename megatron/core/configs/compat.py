@@ -234,7 +234,55 @@ REFUSED: tuple[Rule, ...] = (
     ),
 )
 
-RULES: tuple[Rule, ...] = NOT_YET + REFUSED
+
+def _needs_overlap(name: str, feature: str, flag: str) -> Rule:
+    """A switch of the combined schedule without that schedule."""
+    return Rule(
+        f"{name}-needs-overlap",
+        "refused",
+        f"{feature} without the combined schedule",
+        f"{name} overlap_moe_expert_parallel_comm",
+        lambda config: getattr(config, name) and not config.overlap_moe_expert_parallel_comm,
+        "it would have no effect",
+        f"add --overlap-moe-expert-parallel-comm or drop {flag}",
+    )
+
+
+OVERLAP: tuple[Rule, ...] = (
+    Rule(
+        "overlap-needs-ep",
+        "refused",
+        "hiding expert communication without expert parallelism",
+        "overlap_moe_expert_parallel_comm expert_model_parallel_size",
+        lambda config: config.overlap_moe_expert_parallel_comm and config.expert_model_parallel_size == 1,
+        "there is no exchange to hide",
+        "set --expert-model-parallel-size above 1 or drop --overlap-moe-expert-parallel-comm",
+    ),
+    Rule(
+        "overlap-needs-chunks",
+        "refused",
+        "hiding expert communication in a pipeline without interleaving",
+        "overlap_moe_expert_parallel_comm pipeline_model_parallel_size virtual_pipeline_model_parallel_size",
+        lambda config: (
+            config.overlap_moe_expert_parallel_comm
+            and config.pipeline_model_parallel_size > 1
+            and (config.virtual_pipeline_model_parallel_size or 1) == 1
+        ),
+        "with one chunk a stage has no forward that is independent of the backward beside it",
+        "add --num-virtual-stages-per-pipeline-rank 2 or drop --overlap-moe-expert-parallel-comm",
+    ),
+    _needs_overlap("delay_wgrad_compute", "delayed weight gradients", "--delay-wgrad-compute"),
+    _needs_overlap(
+        "ep_overlap_early_attn_memory_release",
+        "early release of attention's memory",
+        "--ep-overlap-early-attn-memory-release",
+    ),
+    _needs_overlap(
+        "high_priority_a2a_comm_stream", "priority of the communication stream", "--high-priority-a2a-comm-stream"
+    ),
+)
+
+RULES: tuple[Rule, ...] = NOT_YET + REFUSED + OVERLAP
 
 
 def judge(config: Any, rules: tuple[Rule, ...] = RULES) -> list[Violation]:

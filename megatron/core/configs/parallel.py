@@ -6,13 +6,14 @@ from typing import Any, Literal
 
 from megatron.core.configs.base import Violation, violation
 from megatron.core.configs.flag_spec import NO_FLAG, knob
+from megatron.core.configs.overlap import OverlapConfig
 from megatron.core.configs.precision import PrecisionConfig
 
 CpCommType = Literal["p2p", "all_gather", "allgather", "a2a", "a2a+p2p"]
 
 
 @dataclasses.dataclass(kw_only=True)
-class ModelParallelConfig(PrecisionConfig):
+class ModelParallelConfig(OverlapConfig, PrecisionConfig):
     """Parallelism of the model."""
 
     tensor_model_parallel_size: int = 1

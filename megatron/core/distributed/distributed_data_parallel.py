@@ -59,7 +59,7 @@ def _on_ready_of(owner: "weakref.ref[DistributedDataParallel]", param: torch.nn.
     """Tell the wrapper, if it still exists, that the last deferred weight gradient of `param` is computed."""
     wrapper = owner()
     if wrapper is not None:
-        wrapper.mark_param_ready(param)
+        wrapper._on_grad(param)
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -167,11 +167,16 @@ class DistributedDataParallel(torch.nn.Module):
     # Backward.
 
     def _on_grad(self, param: torch.nn.Parameter) -> None:
-        """Move a fresh gradient into the buffer; autograd calls this once per backward, also for a None gradient."""
+        """Move a fresh gradient into the buffer; autograd calls this once per backward, also for a None gradient.
+
+        While something of the parameter is deferred, what came through autograd waits for it in `param.grad`.
+        """
+        if is_wgrad_deferred(param):
+            return
         if param.grad is not None:
             get_main_grad(param).add_(param.grad)
             param.grad = None
-        if not (getattr(param, "skip_backward_post_hook", False) or is_wgrad_deferred(param)):
+        if not getattr(param, "skip_backward_post_hook", False):
             self.mark_param_ready(param)
 
     def mark_param_ready(self, param: torch.nn.Parameter) -> None:

@@ -30,7 +30,7 @@ class BlockKernel(Protocol):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[b, n, q, d], [b, g, k, d], mask bool [b or 1, 1, q, k] -> out [b, n, q, d], lse fp32 or wider [b, n, q]."""
+        """[b, n, q, d], [b, g, k, d], mask bool [b or 1, 1, q, k] -> out [b, n, q, d], lse fp32 at least [b, n, q]."""
         ...
 
     def backward(
@@ -48,23 +48,19 @@ class BlockKernel(Protocol):
 
 @dataclass(frozen=True)
 class PlainKernel:
-    """Matrix products, in any dtype on any device; softmax in fp32 at least.
-
-    `divisor` keeps the products small in fp16 and is multiplied back in fp32.
-    """
+    """Matrix products in fp32 at least, for any dtype on any device; no score overflows in fp16."""
 
     scale: float
-    divisor: float = 1.0
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[b, n, q, d], [b, g, k, d], mask bool [b or 1, 1, q, k] -> out [b, n, q, d], lse [b, n, q]."""
+        """[b, n, q, d], [b, g, k, d], mask bool [b or 1, 1, q, k] -> out and lse, fp32 at least."""
         scores = self._scores(_by_group(query, key), key, mask, is_causal)
         # A query that sees no key of this block has lse = the lowest number, weight 0 where blocks join, and out 0.
         lse = torch.logsumexp(scores, dim=-1).clamp(min=torch.finfo(scores.dtype).min)
-        probs = torch.exp(scores - lse.unsqueeze(-1)).to(value.dtype)
-        return torch.matmul(probs, value.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
+        probs = torch.exp(scores - lse.unsqueeze(-1))
+        return torch.matmul(probs, upcast(value).unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
 
     def backward(
         self,
@@ -75,24 +71,22 @@ class PlainKernel:
         mask: torch.Tensor | None,
         is_causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradient and joined out [b, n, q, d], joined lse [b, n, q] -> gradients of query, key and value."""
+        """Gradient and joined out [b, n, q, d], joined lse [b, n, q] -> gradients of all three, fp32 at least."""
         key, value = pair
         grad, query, out = (_by_group(tensor, key) for tensor in (grad, query, joined[0]))
         lse = joined[1].unflatten(1, (key.shape[1], -1)).unsqueeze(-1)
         probs = torch.exp(self._scores(query, key, mask, is_causal) - lse)  # [b, g, r, q, k]
-        grad_probs = upcast(torch.matmul(grad, value.unsqueeze(2).mT))
-        share = (upcast(grad) * upcast(out)).sum(-1, keepdim=True)
-        grad_scores = (probs * (grad_probs - share) * self.scale).to(query.dtype)
-        grad_query = torch.matmul(grad_scores, key.unsqueeze(2)).flatten(1, 2)
-        grad_key = torch.matmul(grad_scores.mT, query).sum(2)
-        grad_value = torch.matmul(probs.to(grad.dtype).mT, grad).sum(2)
-        return grad_query, grad_key, grad_value
+        grad_probs = torch.matmul(grad, upcast(value).unsqueeze(2).mT)
+        share = (grad * out).sum(-1, keepdim=True)
+        grad_scores = probs * (grad_probs - share) * self.scale
+        grad_query = torch.matmul(grad_scores, upcast(key).unsqueeze(2)).flatten(1, 2)
+        return grad_query, torch.matmul(grad_scores.mT, query).sum(2), torch.matmul(probs.mT, grad).sum(2)
 
     def _scores(
         self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
     ) -> torch.Tensor:
         """[b, g, r, q, d], [b, g, k, d], mask bool [b or 1, 1, q, k] -> [b, g, r, q, k], -inf where hidden."""
-        scores = upcast(torch.matmul(query * (self.scale / self.divisor), key.unsqueeze(2).mT)) * self.divisor
+        scores = torch.matmul(query * self.scale, upcast(key).unsqueeze(2).mT)
         if is_causal:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
             mask = later if mask is None else mask | later
@@ -144,5 +138,5 @@ def join_block(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, bl
 
 
 def _by_group(heads: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Put the query heads of a key head together: [b, n, q, d], [b, g, k, d] -> [b, g, r, q, d]."""
-    return heads.unflatten(1, (key.shape[1], -1))
+    """Put the query heads of a key head together, fp32 at least: [b, n, q, d], [b, g, k, d] -> [b, g, r, q, d]."""
+    return upcast(heads).unflatten(1, (key.shape[1], -1))

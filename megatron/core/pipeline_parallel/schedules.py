@@ -9,6 +9,7 @@ import torch
 from megatron.core.errors import ConfigError
 from megatron.core.pipeline_parallel.actions import PlanShape
 from megatron.core.pipeline_parallel.executor import execute
+from megatron.core.pipeline_parallel.overlap.worker import OverlapWorker
 from megatron.core.pipeline_parallel.plans import build_plan
 from megatron.core.pipeline_parallel.step import ForwardStepFunc, StepContext
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -68,7 +69,10 @@ def run_schedule(
         pp_rank=group_rank(context.pg_collection.pp),
     )
     with torch.no_grad() if forward_only else nullcontext():
-        reports = execute(build_plan(plan_name(shape), shape), context)
+        if context.config.overlap_moe_expert_parallel_comm and not (forward_only or collect_non_loss_data):
+            reports = execute(build_plan(f"{plan_name(shape)}_overlap", shape), context, OverlapWorker(context))
+        else:
+            reports = execute(build_plan(plan_name(shape), shape), context)
     if not forward_only:
         _finalize(context)
     return reports

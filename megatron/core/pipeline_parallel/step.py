@@ -50,6 +50,11 @@ def forward_step(context: StepContext, chunk: int) -> torch.Tensor:
     `non_loss_data=True`, and what that returns is collected.
     """
     output, loss_func = context.forward_step_func(context.data_iterators[chunk], context.chunks[chunk])
+    return microbatch_loss(context, output, loss_func)
+
+
+def microbatch_loss(context: StepContext, output: torch.Tensor, loss_func: LossFunc) -> torch.Tensor:
+    """Apply the loss function to the model's output [...], note its report; returns the loss [] of `forward_step`."""
     if context.collect_non_loss_data:
         context.reduced.append(loss_func(output, non_loss_data=True))
         return output
@@ -78,10 +83,14 @@ def _normalise(context: StepContext, loss_sum: torch.Tensor, num_tokens: torch.T
 
 def backward_step(context: StepContext, loss: torch.Tensor) -> None:
     """Propagate the scalar `loss` back, scaled, with auxiliary losses in proportion."""
+    torch.autograd.backward(loss, loss_gradient(context, loss))
+
+
+def loss_gradient(context: StepContext, loss: torch.Tensor) -> torch.Tensor:
+    """Return the gradient [] that backward starts from, the loss scale; auxiliary losses follow in proportion."""
     set_aux_loss_scale(_aux_loss_scale(context, loss))
-    if context.config.grad_scale_func is not None:
-        loss = context.config.grad_scale_func(loss)
-    torch.autograd.backward(loss)
+    grad = torch.ones_like(loss)
+    return grad if context.config.grad_scale_func is None else context.config.grad_scale_func(grad)
 
 
 def _aux_loss_scale(context: StepContext, loss: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,7 @@ class DotProductAttention(MegatronModule):
         """Return how the ranks that share a sequence attend together; None if a rank has whole sequences."""
         if groups.cp is None or group_size(groups.cp) == 1:
             return None
-        plain = PlainKernel(self.scale, self.score_divisor)
+        plain = PlainKernel(self.scale)
         kernel = plain if self.is_plain else _block_kernel(config, plain)
         comm_type = config.cp_comm_types[layer_number - 1]
         return build_context_parallel(comm_type, groups.cp, kernel, plain, self._attend)

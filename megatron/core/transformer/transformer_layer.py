@@ -23,7 +23,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_rope import RotaryTables
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.spec_utils import build_module, get_module
-from megatron.core.pipeline_parallel.overlap.protocol import DispatchInputs, ExchangingMLP, LayerCall
+from megatron.core.pipeline_parallel.overlap.protocol import DispatchInputs, ExchangingMLP, LayerCall, Stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import random_region
 from megatron.core.transformer.identity_op import IdentityOp
@@ -72,6 +72,10 @@ class TransformerLayer(MegatronModule):
         self.mlp = _build_mlp(submodules.mlp, config, layer_number, groups)
         self.mlp_bda = build_module(submodules.mlp_bda)
         self.has_exchange = isinstance(self.mlp, ExchangingMLP)
+
+    def saved_inputs(self) -> frozenset[Stage]:
+        """Stages whose rows autograd keeps; a dense MLP runs in `post` and keeps its input."""
+        return self.mlp.saved_inputs() if self.has_exchange else frozenset({Stage.POST})
 
     def forward(
         self,

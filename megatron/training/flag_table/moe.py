@@ -31,11 +31,7 @@ FEATURES = (
     not_yet(
         "overlap of expert communication",
         "drop the flag",
-        switch("--overlap-moe-expert-parallel-comm"),
-        switch("--delay-wgrad-compute"),
         switch("--overlap-dispatch-backward-with-experts-wgrad"),
-        switch("--ep-overlap-early-attn-memory-release"),
-        switch("--high-priority-a2a-comm-stream"),
         switch("--log-overlap"),
     ),
     not_yet(

@@ -20,6 +20,7 @@ from megatron.core.models.common.language_module import LanguageModule
 from megatron.core.module_api.parameter import hidden_init
 from megatron.core.module_api.spec_utils import ModuleSpec
 from megatron.core.param_attrs import has_param_attrs, mark_real_rows, param_attrs
+from megatron.core.pipeline_parallel.overlap.protocol import LayerCall, ModelStages
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -153,6 +154,43 @@ class GPTModel(LanguageModule):
             decoder_input = self.embedding(input_ids, position_ids)
         hidden_states = self.decoder(decoder_input, attention_mask, self._rotary_tables(decoder_input), padding_mask)
         return self._output(hidden_states, labels) if self.post_process else hidden_states
+
+    @property
+    def _is_tied_here(self) -> bool:
+        """True if embedding and output layer of this very chunk share their matrix."""
+        return self.share_embeddings_and_output_weights and self.pre_process and self.post_process
+
+    def build_schedule_plan(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        decoder_input: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        loss_mask: torch.Tensor | None = None,
+        padding_mask: torch.Tensor | None = None,
+    ) -> ModelStages:
+        """Cut the forward pass with these arguments into stages; same shapes as `forward`, nothing is computed yet."""
+        del loss_mask
+
+        def embed() -> torch.Tensor:
+            return self.embedding(input_ids, position_ids) if decoder_input is None else decoder_input
+
+        def layer_call(hidden_states: torch.Tensor) -> LayerCall:
+            return LayerCall(attention_mask, self._rotary_tables(hidden_states), padding_mask)
+
+        def finish(hidden_states: torch.Tensor) -> torch.Tensor:
+            hidden_states = self.decoder.final_norm(hidden_states)
+            return self._output(hidden_states, labels) if self.post_process else hidden_states
+
+        return ModelStages(
+            embed if self.pre_process else None,
+            list(self.decoder.layers),  # type: ignore[arg-type]
+            layer_call,
+            finish,
+            self.embedding.word_embeddings.weight if self._is_tied_here else None,
+        )
 
     def _rotary_tables(self, decoder_input: torch.Tensor | None) -> RotaryTables | None:
         """Return the tables for the length of the input [s, b, h], or of the tensor that was set instead."""

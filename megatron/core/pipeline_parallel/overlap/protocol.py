@@ -10,12 +10,30 @@ microbatch is in its `LayerCall`, never on the layer: two microbatches may be in
 Legend: s sequence, b batch, h width, R rows at the experts of this rank.
 """
 
+import enum
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from megatron.core.fusions.fused_rope import RotaryTables
+from megatron.core.streams import Role
+
+
+class Stage(enum.Enum):
+    """The stages of a layer, in the order of forward."""
+
+    PRE_DISPATCH = "pre_dispatch"
+    DISPATCH = "dispatch"
+    EXPERTS = "experts"
+    COMBINE = "combine"
+    POST = "post"
+
+    @property
+    def role(self) -> Role:
+        """The stream that the stage runs on."""
+        return Role.COMM if self in (Stage.DISPATCH, Stage.COMBINE) else Role.COMPUTE
 
 
 @dataclass
@@ -59,6 +77,14 @@ class OverlapLayer(Protocol):
         """True if the layer has the stages `dispatch`, `experts` and `combine`."""
         ...
 
+    def saved_inputs(self) -> frozenset[Stage]:
+        """Stages whose rows autograd keeps for backward, in the precision in which this very layer runs.
+
+        All other rows are dropped after the stage, as soon as streams allow it. A test compares the declaration with
+        what autograd saved.
+        """
+        ...
+
     def pre_dispatch(self, hidden_states: torch.Tensor, call: LayerCall) -> DispatchInputs:
         """Attention, norm, router, shared experts, local preparation: [s, b, h] -> `DispatchInputs`."""
         ...
@@ -89,6 +115,10 @@ class ExchangingMLP(Protocol):
     Each part takes what the stage of the same name takes; `state` is the dispatcher's state of this microbatch.
     """
 
+    def saved_inputs(self) -> frozenset[Stage]:
+        """Stages whose rows autograd keeps, see `OverlapLayer.saved_inputs`."""
+        ...
+
     def route_and_preprocess(
         self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Any]:
@@ -109,4 +139,33 @@ class ExchangingMLP(Protocol):
 
     def postprocess(self, rows: torch.Tensor, shared_output: torch.Tensor | None, state: Any) -> torch.Tensor:
         """Rows [rows, h], shared output [s, b, h] -> [s, b, h]."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelStages:
+    """One call of a model chunk, cut into what a schedule runs piece by piece."""
+
+    embed: Callable[[], torch.Tensor] | None
+    """Makes the hidden states [s, b, h]; None in a chunk that is given them."""
+
+    layers: Sequence[OverlapLayer]
+    """The layers in order."""
+
+    layer_call: Callable[[torch.Tensor], LayerCall]
+    """Makes the record of one layer's pass from the chunk's first hidden states [s, b, h]."""
+
+    finish: Callable[[torch.Tensor], torch.Tensor]
+    """What follows the layers: hidden states [s, b, h] -> the output of the chunk."""
+
+    tied_weight: torch.nn.Parameter | None = None
+    """The matrix that `embed` and `finish` share, if they do."""
+
+
+@runtime_checkable
+class StagedModel(Protocol):
+    """A model chunk that a schedule can run in stages."""
+
+    def build_schedule_plan(self, *args: Any, **kwargs: Any) -> ModelStages:
+        """Take what the model's forward takes and compute nothing yet."""
         ...

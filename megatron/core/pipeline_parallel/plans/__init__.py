@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.core.pipeline_parallel.actions import Action, PlanShape
-from megatron.core.pipeline_parallel.plans import interleaved, no_pipelining, one_f_one_b
+from megatron.core.pipeline_parallel.plans import combined, interleaved, no_pipelining, one_f_one_b
 from megatron.core.pipeline_parallel.plans.transfers import add_transfers
 
 
@@ -24,6 +24,7 @@ class Schedule:
 
 PLANS: dict[str, Schedule] = {
     "no_pipelining": Schedule(no_pipelining.no_pipelining, no_pipelining.peak_in_flight),
+    "no_pipelining_overlap": Schedule(combined.combined_no_pipelining, combined.peak_in_flight),
     "1f1b": Schedule(one_f_one_b.one_f_one_b, one_f_one_b.peak_in_flight),
     "interleaved": Schedule(interleaved.interleaved, interleaved.peak_in_flight),
 }

@@ -20,6 +20,7 @@ import torch
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.spec_utils import build_module
+from megatron.core.pipeline_parallel.overlap.protocol import Stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import own_rows
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
@@ -69,6 +70,14 @@ class MoELayer(MegatronModule):
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size:
             self.shared_experts = build_module(specs.shared_experts or SharedExpertMLP, config, pg_collection=groups)
+
+    def saved_inputs(self) -> frozenset[Stage]:
+        """Stages whose rows autograd keeps: the experts', if they are given the dispatched rows and save them as such.
+
+        Experts that save something else (quantised copies) say so by an attribute `saves_rows` that is False.
+        """
+        is_kept = self.token_dispatcher.traits.postprocess_aliases_input and getattr(self.experts, "saves_rows", True)
+        return frozenset({Stage.EXPERTS}) if is_kept else frozenset()
 
     def forward(
         self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None

@@ -33,6 +33,16 @@ VIOLATORS = {
     "moe-layer-pattern": {**MOE, "moe_layer_freq": [1, 0]},
     "moe-tp-needs-sp": {**MOE, "tensor_model_parallel_size": 2},
     "moe-bias-etp": {**MOE, "expert_tensor_parallel_size": 2},
+    "overlap-needs-ep": {**MOE, "overlap_moe_expert_parallel_comm": True},
+    "overlap-needs-chunks": {
+        **MOE,
+        "overlap_moe_expert_parallel_comm": True,
+        "expert_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+    },
+    "delay_wgrad_compute-needs-overlap": {**MOE, "delay_wgrad_compute": True},
+    "ep_overlap_early_attn_memory_release-needs-overlap": {**MOE, "ep_overlap_early_attn_memory_release": True},
+    "high_priority_a2a_comm_stream-needs-overlap": {**MOE, "high_priority_a2a_comm_stream": True},
 }
 
 

@@ -39,9 +39,9 @@ MASK[0, :, 2] = True
 MASK[1, :, 0, :3] = True
 
 
-@pytest.mark.parametrize("kernel", [PlainKernel(SCALE), PlainKernel(SCALE, divisor=3.0)], ids=["plain", "divided"])
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all_seen", "some_hidden"])
-def test_joined_blocks_equal_attention_over_all_keys(kernel, mask):
+def test_joined_blocks_equal_attention_over_all_keys(mask):
+    kernel = PlainKernel(SCALE)
     query, key, value, grad = inputs()
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     expected = whole(*leaves, torch.zeros(S, S, dtype=torch.bool) if mask is None else mask)
@@ -67,12 +67,12 @@ def test_triangle_hides_later_keys():
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_half_precision_keeps_log_sum_exp_in_fp32():
-    query, key, value, grad = inputs(torch.bfloat16)
+def test_scores_beyond_the_range_of_fp16_do_not_overflow():
+    query, key, value, grad = (tensor * 300.0 for tensor in inputs(torch.float16))
     out, lse = PlainKernel(SCALE).forward(query, key, value, None, True)
-    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    assert float(lse.abs().max()) > torch.finfo(torch.float16).max
     gradients = PlainKernel(SCALE).backward(grad, query, (key, value), (out, lse), None, True)
-    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16] * 3
+    assert all(bool(tensor.isfinite().all()) for tensor in (out, *gradients))
 
 
 def test_flash_kernel_calls_torch_with_shapes_that_it_takes():

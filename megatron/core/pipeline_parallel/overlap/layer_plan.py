@@ -1,0 +1,145 @@
+"""One pass of one microbatch through one layer, stage by stage, forward and backward.
+
+What goes from stage to stage, by name; backward takes the same way back with gradients:
+
+    hidden -> PRE_DISPATCH -> rows, probs, residual, shared
+       rows, probs -> DISPATCH -> rows, probs -> EXPERTS -> rows -> COMBINE -> rows
+                                             rows, residual, shared -> POST -> hidden
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron.core import streams
+from megatron.core.deferred_wgrad import WgradQueue
+from megatron.core.pipeline_parallel.overlap.nodes import Handed, StageNode
+from megatron.core.pipeline_parallel.overlap.protocol import LayerCall, OverlapLayer, Stage
+from megatron.core.streams import Role
+
+_INPUTS = {
+    Stage.PRE_DISPATCH: ("hidden",),
+    Stage.DISPATCH: ("rows", "probs"),
+    Stage.EXPERTS: ("rows", "probs"),
+    Stage.COMBINE: ("rows",),
+    Stage.POST: ("rows", "residual", "shared"),
+}
+_OUTPUTS = {
+    Stage.PRE_DISPATCH: ("rows", "probs", "residual", "shared"),
+    Stage.DISPATCH: ("rows", "probs"),
+    Stage.EXPERTS: ("rows",),
+    Stage.COMBINE: ("rows",),
+    Stage.POST: ("hidden",),
+}
+
+EXCHANGE_STAGES = tuple(Stage)
+DENSE_STAGES = (Stage.PRE_DISPATCH, Stage.POST)
+
+
+@dataclasses.dataclass
+class PlanSettings:
+    """What all plans of a step share."""
+
+    delays_wgrad: bool = False
+    """Put weight gradients off until the schedule asks for them."""
+    releases_attention_early: bool = False
+    """Run the backward of attention before the experts of the other microbatch: less memory, less cover."""
+    counters: Counter[str] = dataclasses.field(default_factory=Counter)
+    """What happened how often."""
+
+
+class LayerPlan:
+    """The stages of one layer for one microbatch.
+
+    Args:
+        layer: The layer.
+        call: The record of this pass; it lives until the layer's last product has run.
+        name: Names microbatch and layer in reports.
+        settings: What all plans share.
+    """
+
+    def __init__(self, layer: OverlapLayer, call: LayerCall, name: str, settings: PlanSettings) -> None:
+        self.call, self.settings = call, settings
+        self.stages = EXCHANGE_STAGES if layer.has_exchange else DENSE_STAGES
+        self._values: dict[str, Handed | None] = {}
+        self._nodes: dict[Stage, StageNode] = {}
+        for stage in self.stages:
+            keeps = {1} if stage is Stage.EXPERTS else set()  # probabilities are always saved, they are small
+            if stage in layer.saved_inputs():
+                keeps.add(0)
+            defers = settings.delays_wgrad and stage.role is Role.COMPUTE
+            queue = WgradQueue() if defers else None
+            self._nodes[stage] = StageNode(
+                f"{name} {stage.value}", stage.role, _run_of(layer, stage, call), keeps, queue
+            )
+
+    @property
+    def hidden(self) -> Handed:
+        """Hidden states [s, b, h] between two layers, or their gradient; taken once."""
+        hidden = self._values.pop("hidden")
+        assert hidden is not None, "the last stage gave no hidden states"
+        assert not self._values, f"between two layers there are {sorted(self._values)} as well"
+        return hidden
+
+    @hidden.setter
+    def hidden(self, value: Handed) -> None:
+        self._values["hidden"] = value
+
+    def forward(self, stage: Stage) -> None:
+        """Run one stage."""
+        self._pass_through(stage, self._nodes[stage].forward, _INPUTS[stage], _OUTPUTS[stage])
+
+    def backward(self, stage: Stage) -> None:
+        """Run one stage backward; its weight gradients too, unless they are delayed."""
+        self._pass_through(stage, self._nodes[stage].backward, _OUTPUTS[stage], _INPUTS[stage])
+
+    def _pass_through(
+        self, stage: Stage, run: Callable[..., Sequence[Any]], taken: Sequence[str], given: Sequence[str]
+    ) -> None:
+        results = run(*(self._values.pop(name, None) for name in taken))
+        self._values.update({name: value for name, value in zip(given, results, strict=True) if value is not None})
+        if stage.role is Role.COMM:
+            self.settings.counters["stages on the comm stream"] += 1
+
+    def weight_grads(self, stage: Stage) -> None:
+        """Compute the delayed weight gradients of one stage."""
+        self.settings.counters["wgrads deferred"] += self._nodes[stage].weight_grads()
+
+    def close(self) -> None:
+        """Drop what belongs to the microbatch: both streams have been given their last use of it.
+
+        Metadata is made on one stream and read on the other, so it waits for both.
+        """
+        for tensor in _tensors_in(self.call.dispatch_state):
+            for role in Role:
+                with streams.on(role, "drop of metadata"):
+                    streams.hold(tensor, role.other)
+        self.call.dispatch_state = None
+        self._nodes.clear()
+
+
+def _run_of(layer: OverlapLayer, stage: Stage, call: LayerCall) -> Callable[..., Sequence[torch.Tensor | None]]:
+    """Return the layer's function for a stage, with its results in a sequence."""
+
+    def run(*inputs: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        outputs = getattr(layer, stage.value)(*inputs, call)
+        return (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+
+    return run
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a state, through dataclasses, sequences and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors_in(getattr(value, field.name))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))

@@ -1,0 +1,116 @@
+"""Does the actions of a schedule with chunk plans, so that a pair of them hides communication."""
+
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+
+from megatron.core import streams
+from megatron.core.errors import ConfigError
+from megatron.core.pipeline_parallel.actions import Action
+from megatron.core.pipeline_parallel.overlap.chunk_plan import ChunkPlan
+from megatron.core.pipeline_parallel.overlap.combined_1f1b import run_pair
+from megatron.core.pipeline_parallel.overlap.layer_plan import PlanSettings
+from megatron.core.pipeline_parallel.overlap.protocol import StagedModel
+from megatron.core.pipeline_parallel.step import StepContext, loss_gradient, microbatch_loss
+
+
+class OverlapWorker:
+    """Runs forwards and backwards as chunk plans; holds those whose backward is still to come."""
+
+    def __init__(self, context: StepContext) -> None:
+        config = context.config
+        self.context = context
+        self.settings = PlanSettings(
+            delays_wgrad=config.delay_wgrad_compute,
+            releases_attention_early=config.ep_overlap_early_attn_memory_release,
+        )
+        self._plans: dict[tuple[int, int], tuple[ChunkPlan, torch.Tensor]] = {}
+
+    def streams(self) -> AbstractContextManager[None]:
+        """The streams of a step."""
+        device = next(self.context.chunks[0].parameters()).device
+        return streams.step(device, self.context.config.high_priority_a2a_comm_stream)
+
+    def forward(self, action: Action) -> None:
+        """Run one forward with nothing beside it."""
+        self._run(action, None)
+
+    def backward(self, action: Action) -> None:
+        """Run one backward with nothing beside it."""
+        self._run(None, action)
+
+    def overlap(self, action: Action) -> None:
+        """Run a pair."""
+        self.settings.counters["pairs overlapped"] += 1
+        self._run(*action.parts)
+
+    def _run(self, forward: Action | None, backward: Action | None) -> None:
+        new = None if forward is None else self._plan(forward)
+        old, grad = None, None
+        if backward is not None:
+            old, loss = self._plans.pop((backward.chunk, backward.microbatch))
+            grad = loss_gradient(self.context, loss)
+        output, _ = run_pair(new, old, grad=grad)
+        if forward is not None and new is not None:
+            assert output is not None, f"{forward} returned nothing"
+            self._plans[forward.chunk, forward.microbatch] = new, output
+
+    def _plan(self, action: Action) -> ChunkPlan:
+        """Let the user's forward step call the model, note the call, and cut it up."""
+        chunk = self.context.chunks[action.chunk]
+        recorder = _CallRecorder(chunk)
+        _, loss_func = self.context.forward_step_func(self.context.data_iterators[action.chunk], recorder)
+        stages = _staged(chunk).build_schedule_plan(*recorder.args, **recorder.kwargs)
+        return ChunkPlan(
+            stages,
+            lambda output: microbatch_loss(self.context, output, loss_func),
+            f"{action.chunk}.{action.microbatch}",
+            self.settings,
+        )
+
+    def finish(self) -> None:
+        """Check that nothing is left, and report what happened."""
+        assert not self._plans, f"forward without backward for (chunk, microbatch) {sorted(self._plans)}"
+        count = self.context.config.count_func
+        if count is not None:
+            count(self.settings.counters)
+
+
+class _CallRecorder:
+    """Stands in for the model in the user's forward step, and notes the call instead of running it."""
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        self._chunk = chunk
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_LaterOutput":
+        self.args, self.kwargs = args, kwargs
+        return _LaterOutput()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._chunk, name)
+
+
+class _LaterOutput:
+    """Output of a model that has not run yet."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ConfigError(
+            f"overlap_moe_expert_parallel_comm=True: the forward step reads {name!r} of the model's output, which is "
+            "computed later; read it in the loss function, which is given the output."
+        )
+
+
+def _staged(chunk: torch.nn.Module) -> StagedModel:
+    """Look for the staged model inside wrappers."""
+    module: Any = chunk
+    while not isinstance(module, StagedModel):
+        if not hasattr(module, "module"):
+            raise ConfigError(
+                f"overlap_moe_expert_parallel_comm=True with a {type(chunk).__name__}: the model has no "
+                "build_schedule_plan that cuts it into stages; drop --overlap-moe-expert-parallel-comm."
+            )
+        module = module.module
+    return module
