@@ -53,5 +53,7 @@ def one_process_losses(work_folder):
 @pytest.mark.parametrize("name", SPLITS)
 def test_split_run_has_the_curve_of_one_process(name, one_process_losses, work_folder):
     """Within 1e-4 over ten steps and 2e-3 after, where runs of fp32 that sum in another order drift apart."""
-    assert sorted(one_process_losses) == ["lm loss", "load_balancing_loss", "z_loss"]
-    assert compare(one_process_losses, losses(name, work_folder), is_same_fingerprint=False) == []
+    split = losses(name, work_folder)
+    assert {"lm loss", "load_balancing_loss", "z_loss"} <= set(split)
+    expected = {metric: one_process_losses[metric] for metric in split}
+    assert compare(expected, split, is_same_fingerprint=False) == []

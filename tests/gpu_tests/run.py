@@ -61,7 +61,7 @@ PARTS = (
     Part("zero2", (f"{TWO_GPUS}::test_sharded_optimizer_hides_reduction_and_gather",), 120, num_gpus=2),
     Part("tp2", (f"{TWO_GPUS}::test_tensor_parallel_hides_a_part_of_its_exchanges",), 120, num_gpus=2),
     Part("ep2-1b", (f"{TWO_GPUS}::test_expert_parallel_mixture_hides_reduction_and_gather",), 120, num_gpus=2),
-    Part("cp2", (f"{TWO_GPUS}::test_context_parallel_curve_is_that_of_one_gpu",), 240, num_gpus=2),
+    Part("cp2", (f"{TWO_GPUS}::test_context_parallel_curve_is_that_of_one_gpu",), 120, num_gpus=2),
 )
 
 

@@ -99,13 +99,20 @@ def test_expert_parallel_mixture_hides_reduction_and_gather(tmp_path):
     check_hidden(kernels, {"ReduceScatter": 0.2})
 
 
+FEW_LAYERS = DENSE | {"--num-layers": 4, "--expert-model-parallel-size": 1, "--profile": False}
+
+
+@pytest.fixture(scope="module")
+def one_gpu_losses(tmp_path_factory):
+    metrics, _ = run(tmp_path_factory.mktemp("one"), FEW_LAYERS, dense=True, num_processes=1)
+    return metrics["lm loss"]
+
+
 @pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
-def test_context_parallel_curve_is_that_of_one_gpu(tmp_path, comm_type):
-    few = {"--num-layers": 4, "--expert-model-parallel-size": 1, "--profile": False}
-    one, _ = run(tmp_path / "one", DENSE | few, dense=True, num_processes=1)
+def test_context_parallel_curve_is_that_of_one_gpu(tmp_path, comm_type, one_gpu_losses):
     split = {"--context-parallel-size": 2, "--cp-comm-type": comm_type}
-    two, _ = run(tmp_path / "two", DENSE | few | split, dense=True)
-    differences = [abs(two["lm loss"][step] / value - 1) for step, value in one["lm loss"].items()]
+    two, _ = run(tmp_path, FEW_LAYERS | split, dense=True)
+    differences = [abs(two["lm loss"][step] / value - 1) for step, value in one_gpu_losses.items()]
     print(f"{comm_type}: largest relative difference {max(differences):.2e}")
     assert len(differences) == NUM_STEPS
     assert max(differences) < 1e-2
