@@ -60,6 +60,7 @@ PACKAGES: dict[str, OptionalPackage] = {
     ),
     "transformers": OptionalPackage("transformers", "pip install 'megatron-moe[tokenizers]'"),
     "triton": OptionalPackage("triton", "pip install 'megatron-moe[gpu]'"),
+    "triton_descriptor": OptionalPackage("triton.tools.tensor_descriptor", "pip install 'triton>=3.4'"),
     "wandb": OptionalPackage("wandb", "pip install 'megatron-moe[wandb]'"),
 }
 

@@ -63,7 +63,7 @@ def config_for(num_rows: int, num_experts: int, out_features: int, in_features: 
 
 def uses_wgrad_kernel(main_grad: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor) -> bool:
     """True if the kernel takes main_grad [n, out, in], grad [R, out], rows [R, in]."""
-    if not (grad.is_cuda and grad.dtype == rows.dtype and grad.dtype in _KERNEL_DTYPES and is_available("triton")):
+    if not (grad.is_cuda and grad.dtype == rows.dtype and grad.dtype in _KERNEL_DTYPES and is_available("triton_descriptor")):
         return False
     return all(_is_tma_operand(tensor) for tensor in (main_grad, grad, rows))
 
@@ -123,7 +123,7 @@ def grouped_wgrad(
 
 def _described(tensor: torch.Tensor, block: list[int]) -> Any:
     """Describe a tensor [..., width] to TMA."""
-    return require("triton").tools.tensor_descriptor.TensorDescriptor.from_tensor(tensor, block)
+    return require("triton_descriptor").TensorDescriptor.from_tensor(tensor, block)
 
 
 def _num_free_sms(device: torch.device) -> int:
