@@ -44,7 +44,9 @@ WGRAD = "tests/gpu_tests/test_wgrad.py"
 TWO_GPUS = "tests/gpu_tests/test_two_gpus.py"
 CP_BLOCKS = "tests/gpu_tests/test_context_parallel.py"
 SYMM_MEM = "tests/gpu_tests/test_symm_mem.py"
-OWN_PARTS = (LAUNCHES, WGRAD, TWO_GPUS, CP_BLOCKS, SYMM_MEM)
+SYMM_MEM_RANKS = "tests/gpu_tests/test_symm_mem_two_gpus.py"
+DISPATCH = "tests/gpu_tests/test_dispatch_benchmark.py"
+OWN_PARTS = (LAUNCHES, WGRAD, TWO_GPUS, CP_BLOCKS, SYMM_MEM, SYMM_MEM_RANKS, DISPATCH)
 """Files that `unit` leaves to parts of their own."""
 PARTS = (
     Part("loss", (f"{LAUNCHES}::test_loss_curves_of_cpu_and_cuda_agree",), 150),
@@ -54,8 +56,13 @@ PARTS = (
     Part("resume", (f"{LAUNCHES}::test_resume_with_dropout_is_bitwise_on_a_gpu",), 120),
     Part("wgrad", (WGRAD, "--deselect", f"{WGRAD}::test_benchmark_sweeps_the_other_shapes"), 120),
     Part("wgrad-sweep", (f"{WGRAD}::test_benchmark_sweeps_the_other_shapes",), 120),
-    Part("symm-mem", (SYMM_MEM, "-k", "not rounds"), 120),
+    Part("symm-mem", (SYMM_MEM, "-k", "not rounds and not definition"), 120),
+    Part("symm-mem-cases", (SYMM_MEM, "-k", "definition"), 120),
     Part("symm-mem-rounds", (SYMM_MEM, "-k", "rounds"), 120),
+    Part("dispatch", (f"{DISPATCH}::test_kernels_are_timed_beside_a_copy",), 90),
+    Part("dispatch-sweep", (f"{DISPATCH}::test_tilings_are_swept",), 120),
+    Part("symm-mem-2", (SYMM_MEM_RANKS,), 120, num_gpus=2),
+    Part("dispatch-2", (f"{DISPATCH}::test_operations_are_timed_between_two_gpus",), 120, num_gpus=2),
     Part("unit", ("tests/gpu_tests", *(word for path in OWN_PARTS for word in ("--ignore", path))), 240),
     Part("cp-blocks", (CP_BLOCKS,), 90),
     Part("zero2", (f"{TWO_GPUS}::test_sharded_optimizer_hides_reduction_and_gather",), 120, num_gpus=2),

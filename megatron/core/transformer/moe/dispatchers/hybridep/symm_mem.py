@@ -45,11 +45,8 @@ from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_kernels import 
     reduce_kernel,
     zero_kernel,
 )
-from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_routing import (
-    arrange_kernel,
-    next_power_of_2,
-    number_rows,
-)
+from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_launch import Launch, next_power_of_2
+from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_routing import arrange_kernel, number_rows
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_signals import COMBINE, DISPATCH
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -59,27 +56,6 @@ TIMEOUT_S = 600.0
 MAX_UNROLLED_SLOTS = 8
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How the kernels are launched; every rank the same."""
-
-    push_blocks: int = 64
-    reduce_blocks: int = 528
-    local_blocks: int = 1056
-    """Blocks of expand and add, which write to no peer."""
-    push_tile: int = 4
-    """Tokens that a block of push has under way."""
-    push_columns: int = 2048
-    columns: int = 2048
-
-    @classmethod
-    def of(cls, num_blocks: int | None) -> Launch:
-        """The defaults, or `num_blocks` blocks for each kernel."""
-        if num_blocks is not None:
-            return cls(num_blocks, num_blocks, num_blocks)
-        return cls(2, 2, 2) if is_interpreted() else cls()
 
 
 @dataclass
@@ -147,38 +123,38 @@ class SymmMemEngine(HybridEPEngine):
         hidden = hidden.contiguous()
         self._check(exchange, hidden, probs)
         self._reserve(exchange, hidden, exchange.max_tokens or 0)
-        self._push(exchange, hidden, probs if is_first else None)
+        self.push(exchange, hidden, probs if is_first else None)
         yield
-        self._wait(DISPATCH, self._launch.push_blocks)
+        self._wait(DISPATCH, self._launch.push.blocks)
         if not is_first:
-            return self._expand(exchange, hidden, None), None
-        firsts, totals = self._arrange(exchange, routing)
+            return self.expand(exchange, hidden, None), None
+        firsts, totals = self.arrange(exchange, routing)
         most_tokens = exchange.max_tokens or 0
         if not exchange.is_static:
             most_tokens = self._read_counts(exchange, totals)
             if most_tokens > self._mail.capacity.tokens:
                 self._reserve(exchange, hidden, most_tokens)
-                self._push(exchange, hidden, probs)
+                self.push(exchange, hidden, probs)
                 yield
-                self._wait(DISPATCH, self._launch.push_blocks)
+                self._wait(DISPATCH, self._launch.push.blocks)
         num_slots = exchange.expert_ids.shape[1]
         routing.slot_rows = exchange.expert_ids.new_empty(self.setup.num_ranks, most_tokens, num_slots)
         row_probs = torch.empty(exchange.num_rows or 0, dtype=torch.float32, device=hidden.device)
-        return self._expand(exchange, hidden, (firsts, row_probs)), row_probs
+        return self.expand(exchange, hidden, (firsts, row_probs)), row_probs
 
     def combine_phases(self, exchange: Exchange, rows: torch.Tensor, row_probs: torch.Tensor | None) -> Phases[Rows]:
         """Combine rows [P, h], row probs [P]; yields while the messages are under way."""
         rows = rows.contiguous()
         self._check(exchange, rows, row_probs)
         self._reserve(exchange, rows, 0)
-        self._reduce(exchange, rows, row_probs)
+        self.reduce(exchange, rows, row_probs)
         yield
-        self._wait(COMBINE, self._launch.reduce_blocks)
+        self._wait(COMBINE, self._launch.reduce.blocks)
         hidden = rows.new_empty(exchange.num_tokens, self.setup.hidden_size)
         probs = None
         if row_probs is not None:
             probs = torch.empty(exchange.expert_ids.shape, dtype=torch.float32, device=rows.device)
-        self._add(exchange, hidden, probs)
+        self.add(exchange, hidden, probs)
         return hidden, probs
 
     # ------------------------------------------------------------------------------------------------ the messages
@@ -199,12 +175,12 @@ class SymmMemEngine(HybridEPEngine):
         row_bytes = self.setup.hidden_size * rows.element_size()
         self._mail.reserve(Capacity(num_tokens, exchange.expert_ids.shape[1], row_bytes))
 
-    def _push(self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None) -> None:
+    def push(self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None) -> None:
         """Send hidden [T, h]; with probs [T, K] the slots and the header too."""
-        mail, setup, launch, routing = self._mail, self.setup, self._launch, exchange.saved
+        mail, setup, routing, tiling = self._mail, self.setup, exchange.saved, self._launch.push
         num_tokens = exchange.num_tokens
         slots = exchange.expert_ids.shape[1]
-        push_kernel[(launch.push_blocks,)](
+        push_kernel[(tiling.blocks,)](
             hidden,
             exchange.expert_ids,
             routing.places,
@@ -224,18 +200,18 @@ class SymmMemEngine(HybridEPEngine):
             HEADERS_AT=mail.headers_at,
             OPERATION=DISPATCH,
             EXPERTS_PAD=next_power_of_2(setup.num_local_experts),
-            TILE=launch.push_tile,
-            BLOCK=min(launch.push_columns, next_power_of_2(setup.hidden_size)),
+            TILE=tiling.tokens,
+            BLOCK=tiling.width(setup.hidden_size),
             WITH_ROUTING=probs is not None,
-            **self._sizes(slots),
             EXPERTS=setup.num_local_experts,
-            num_warps=8,
+            num_warps=tiling.warps,
+            **self._sizes(slots),
         )
 
     def _wait(self, operation: int, num_reports: int) -> None:
         self._mail.signals.wait(self._mail.control, operation, num_reports, self._timeout_s)
 
-    def _arrange(self, exchange: Exchange, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    def arrange(self, exchange: Exchange, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
         """Lay out the rows; returns firsts int32 [W, n] and totals int64 [3]."""
         mail, setup = self._mail, self.setup
         device, experts, size = mail.control.device, setup.num_local_experts, setup.num_ranks
@@ -269,15 +245,14 @@ class SymmMemEngine(HybridEPEngine):
         exchange.num_rows, exchange.host_tokens_per_expert = num_rows, per_expert
         return most_tokens
 
-    def _expand(
+    def expand(
         self, exchange: Exchange, hidden: torch.Tensor, first: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
         """Fill the rows [P, h]; `first` are firsts int32 [W, n] and row probs [P], if routing came along."""
-        mail, setup, routing = self._mail, self.setup, exchange.saved
+        mail, setup, routing, tiling = self._mail, self.setup, exchange.saved, self._launch.expand
         rows = hidden.new_empty(exchange.num_rows or 0, setup.hidden_size)
         firsts, row_probs = first or (routing.counts, rows)
-        block = min(self._launch.columns, next_power_of_2(setup.hidden_size))
-        expand_kernel[(self._launch.local_blocks,)](
+        expand_kernel[(tiling.blocks,)](
             hidden,
             rows,
             row_probs,
@@ -294,9 +269,10 @@ class SymmMemEngine(HybridEPEngine):
             mail.sections.places_at,
             mail.sections.probs_at,
             mail.sections.rows_at,
-            BLOCK=block,
+            BLOCK=tiling.width(setup.hidden_size),
             WITH_ROUTING=first is not None,
             EXPERTS=setup.num_local_experts,
+            num_warps=tiling.warps,
             **self._sizes(routing.slot_rows.shape[2]),
         )
         if setup.row_multiple > 1:
@@ -307,16 +283,16 @@ class SymmMemEngine(HybridEPEngine):
                 rows.shape[0],
                 setup.num_local_experts,
                 setup.hidden_size,
-                block,
+                tiling.width(setup.hidden_size),
                 WITH_PROBS=first is not None,
             )
         return rows
 
-    def _reduce(self, exchange: Exchange, rows: torch.Tensor, row_probs: torch.Tensor | None) -> None:
+    def reduce(self, exchange: Exchange, rows: torch.Tensor, row_probs: torch.Tensor | None) -> None:
         """Send the sums of rows [P, h] and the values row_probs [P] home."""
-        mail, routing = self._mail, exchange.saved
+        mail, routing, tiling = self._mail, exchange.saved, self._launch.reduce
         slots = routing.slot_rows.shape[2]
-        reduce_kernel[(self._launch.reduce_blocks,)](
+        reduce_kernel[(tiling.blocks,)](
             rows,
             rows if row_probs is None else row_probs.contiguous(),
             routing.slot_rows,
@@ -330,17 +306,18 @@ class SymmMemEngine(HybridEPEngine):
             mail.sections.probs_at,
             mail.sections.rows_at,
             OPERATION=COMBINE,
-            BLOCK=min(self._launch.columns, next_power_of_2(self.setup.hidden_size)),
+            BLOCK=tiling.width(self.setup.hidden_size),
             UNROLL=min(slots, MAX_UNROLLED_SLOTS),
             WITH_PROBS=row_probs is not None,
             INTERPRETED=is_interpreted(),
+            num_warps=tiling.warps,
             **self._sizes(slots),
         )
 
-    def _add(self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None) -> None:
+    def add(self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None) -> None:
         """Fill hidden [T, h] and probs [T, K] from what the ranks returned."""
-        mail, setup = self._mail, self.setup
-        add_kernel[(self._launch.local_blocks,)](
+        mail, setup, tiling = self._mail, self.setup, self._launch.add
+        add_kernel[(tiling.blocks,)](
             hidden,
             hidden if probs is None else probs,
             exchange.expert_ids,
@@ -352,10 +329,11 @@ class SymmMemEngine(HybridEPEngine):
             mail.sections.num_bytes,
             mail.sections.probs_at,
             mail.sections.rows_at,
-            BLOCK=min(self._launch.columns, next_power_of_2(setup.hidden_size)),
+            BLOCK=tiling.width(setup.hidden_size),
             WITH_PROBS=probs is not None,
             INTERPRETED=is_interpreted(),
             EXPERTS=setup.num_local_experts,
+            num_warps=tiling.warps,
             **self._sizes(exchange.expert_ids.shape[1]),
         )
 

@@ -14,6 +14,7 @@ Legend: T tokens of this rank, K slots of a token, W ranks, n experts on each, E
 import torch
 
 from megatron.core.optional_deps import tl, triton_jit
+from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_launch import next_power_of_2
 
 BLOCK_ELEMENTS = 8192
 
@@ -121,8 +122,3 @@ def arrange_kernel(
     tl.store(totals, tl.sum(padded, axis=0).to(tl.int64))
     tl.store(totals + 1, tl.sum(dropped, axis=0).to(tl.int64))
     tl.store(totals + 2, tl.max(tokens, axis=0).to(tl.int64))
-
-
-def next_power_of_2(count: int) -> int:
-    """Smallest power of two that is not below `count`."""
-    return 1 << max(0, count - 1).bit_length()
