@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import socket
 import statistics
 import sys
@@ -262,9 +261,9 @@ def measure_ranks(shape: Shape, routing: str) -> dict[str, Any]:
 
 def run_rank(rank: int, ranks: int, port: int, folder: Path) -> None:
     """One process of the measurement between GPUs; rank 0 reports."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
+    place = {"rank": rank, "world_size": ranks, "device_id": torch.device("cuda", rank)}
+    dist.init_process_group("nccl", f"tcp://127.0.0.1:{port}", **place)
     results: dict[str, Any] = {"copy_gb_per_s": copy_bandwidth()}
     for shape in SHAPES:
         for routing in ROUTINGS:
