@@ -17,6 +17,8 @@ from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.transformer.moe.dispatchers.hybridep.engine import AUTO, BACKENDS, ENGINES
+from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS
 from megatron.training import flag_table, legacy_flags
 from megatron.training.configs.checkpoint import CheckpointConfig
 from megatron.training.configs.data import DataConfig
@@ -43,6 +45,13 @@ TOPICS: dict[str, type[ConfigTopic]] = {
     "Logging": LoggingConfig,
     "Profiling": ProfilingConfig,
 }
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "moe_token_dispatcher_type": tuple(DISPATCHERS),
+    "moe_flex_dispatcher_backend": tuple(BACKENDS),
+    "moe_hybridep_engine": (AUTO, *ENGINES),
+}
+"""Flags whose values are the entries of a registry."""
 
 COMMANDS: tuple[FlagSpec, ...] = (
     switch("--explain-config"),
@@ -111,7 +120,7 @@ def build_parser(extra_args_provider: Callable[[Parser], Any] | None = None) -> 
         group = parser.add_argument_group(title)
         for spec in flag_specs(topic):
             if spec.dest not in seen:
-                parser.add_flag(group, spec)
+                parser.add_flag(group, dataclasses.replace(spec, choices=CHOICES.get(spec.dest, spec.choices)))
                 seen.add(spec.dest)
     for feature in flag_table.FEATURES:
         title = f"{feature.name} ({feature.status.replace('_', ' ')})"

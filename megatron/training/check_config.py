@@ -14,6 +14,7 @@ from megatron.core.configs.base import ConfigTopic, Violation, violation
 from megatron.core.configs.compat import judge as judge_rules
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator, build_batch_size_law
+from megatron.core.transformer.moe.token_dispatcher import dispatcher_class
 from megatron.training.argument_factory import GivenArguments
 from megatron.training.check_rules import TRAINING_RULES
 from megatron.training.flag_table import FEATURES, STATES, Feature
@@ -93,6 +94,9 @@ def map_to_device(args: argparse.Namespace, given: GivenArguments) -> None:
     kernels = given.spellings.get("attention_backend")
     if kernels and not has_gpu and args.attention_backend in ("flash", "fused"):
         given.notices.append(f"{kernels} {args.attention_backend}: there is no GPU, torch's CPU kernel runs")
+    if args.moe_permute_fusion and not has_gpu:
+        given.notices.append("--moe-permute-fusion: there is no GPU, the plain form of the same sums runs")
+        args.moe_permute_fusion = False
     if args.transformer_impl == "local":
         return
     if args.transformer_impl == "auto":
@@ -143,6 +147,8 @@ def judge(args: argparse.Namespace, drafts: list[ConfigTopic], given: GivenArgum
     for draft in drafts:
         found.extend(draft.violations())
     found.extend(judge_rules(args, TRAINING_RULES))
+    if args.num_experts:
+        found.extend(dispatcher_class(args.moe_token_dispatcher_type).check(args))
     lines: dict[str, None] = {}
     subjects = set()
     for item in found:

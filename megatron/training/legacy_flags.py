@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.configs.flag_spec import FlagSpec
+from megatron.core.transformer.moe.token_dispatcher import dispatcher_class
 from megatron.training.flag_table.rows import negative, switch, value, words
 
 if TYPE_CHECKING:
@@ -121,13 +122,14 @@ def _without_positions(given: "GivenArguments") -> dict[str, Any]:
 
 def _check_deepep(given: "GivenArguments") -> None:
     dispatcher = given.values.get("moe_token_dispatcher_type", "allgather")
-    backend = given.values.get("moe_flex_dispatcher_backend")
-    wants_flex = any(problem.startswith("moe_token_dispatcher_type='flex'") for problem in given.problems)
-    if backend is not None and not wants_flex:
-        given.problems.append(
-            f"moe_flex_dispatcher_backend={backend!r} with moe_token_dispatcher_type={dispatcher!r}: this dispatcher "
-            f"has no backends; drop {given.spellings['moe_flex_dispatcher_backend']}"
-        )
+    if "moe_token_dispatcher_type" in given.unreadable or dispatcher_class(dispatcher).has_backends:
+        return
+    for dest in ("moe_flex_dispatcher_backend", "moe_hybridep_engine", "moe_flex_dispatcher_num_sms"):
+        if given.values.get(dest) is not None:
+            given.problems.append(
+                f"{dest}={given.values[dest]!r} with moe_token_dispatcher_type={dispatcher!r}: this dispatcher "
+                f"has no backends; drop {given.spellings[dest]} or use --moe-token-dispatcher-type flex"
+            )
 
 
 def explain_unknown(flag: str, known: list[str]) -> str:

@@ -21,6 +21,7 @@ def moe_config(**fields) -> TransformerConfig:
         "activation_func": F.silu,
         "add_bias_linear": False,
         "moe_token_dispatcher_type": "alltoall",
+        "moe_flex_dispatcher_backend": "hybridep",
         "device": "cpu",
     }
     if not (fields.get("bf16") or fields.get("fp16")):

@@ -80,8 +80,23 @@ class MoEConfig(ConfigTopic):
     moe_router_force_biased: float | None = None
     """Standard deviation of a random bias per expert, for benchmarks only; negative: drawn once and kept."""
 
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
+    moe_token_dispatcher_type: str = "allgather"
     """How tokens travel to the ranks of their experts."""
+
+    moe_flex_dispatcher_backend: str = "deepep"
+    """What moves the tokens of the flex dispatcher: hybridep (see its engines) or deepep (DeepEP's Buffer)."""
+
+    moe_hybridep_engine: str = "auto"
+    """Engine of the hybridep backend; auto: symmetric memory if all expert ranks reach each other, else collectives."""
+
+    moe_flex_dispatcher_num_sms: int | None = None
+    """Thread blocks (SMs) of the flex dispatcher's communication kernels; unset: the engine's own choice."""
+
+    moe_expert_rank_capacity_factor: float | None = None
+    """Rows that an expert rank can take, relative to a balanced load, so that shapes are static; more is flagged."""
+
+    moe_permute_fusion: bool = False
+    """Kernels that order rows by expert and add up those of a token; the flex dispatcher always has them."""
 
     moe_expert_capacity_factor: float | None = None
     """Capacity of an expert relative to a balanced load; unset or negative: no token is dropped."""

@@ -6,7 +6,6 @@ FEATURES = (
     no_effect(
         "choice of MoE kernels",
         "the plain form of the same maths runs",
-        switch("--moe-permute-fusion"),
         switch("--moe-router-fusion"),
     ),
     not_yet(
@@ -15,18 +14,18 @@ FEATURES = (
         switch("--moe-shared-expert-overlap"),
     ),
     not_yet(
-        "the flex dispatcher (HybridEP, DeepEP)",
-        "use --moe-token-dispatcher-type alltoall and drop the flag",
-        value("--moe-flex-dispatcher-backend", str, "deepep", "deepep|hybridep|ncclep"),
-        value("--moe-flex-dispatcher-num-sms", int),
+        "narrow floats on the wire of the flex dispatcher",
+        "drop the flag: rows travel in the dtype of the hidden states",
+        value("--moe-dispatch-fwd-dtype", str, "bf16", "bf16|fp8|mxfp8"),
+        value("--moe-combine-bwd-dtype", str, "bf16", "bf16|mxfp8"),
+    ),
+    no_effect(
+        "details of HybridEP kernels",
+        "rows are always ordered on arrival, by as many blocks as there are rows, and ranks may bring unequal counts",
         switch("--moe-permute-fusion-into-hybridep"),
         value("--moe-hybridep-num-blocks-permute", int),
         value("--moe-hybridep-num-blocks-unpermute", int),
         switch("--moe-hybridep-pad-uneven-dispatch-inputs"),
-        value("--moe-hybridep-engine", str, "auto", "auto|symm_mem|collective|deep_ep"),
-        value("--moe-dispatch-fwd-dtype", str, "bf16", "bf16|fp8|mxfp8"),
-        value("--moe-combine-bwd-dtype", str, "bf16", "bf16|mxfp8"),
-        strict=True,
     ),
     not_yet(
         "overlap of expert communication",
@@ -37,7 +36,6 @@ FEATURES = (
     not_yet(
         "dropless MoE with a static budget",
         "drop the flag, or use --moe-expert-capacity-factor",
-        value("--moe-expert-rank-capacity-factor", float),
         words("--moe-rank-capacity-tiers", float),
         switch("--moe-paged-stash"),
         value("--moe-paged-stash-page-size", int, 64),
@@ -54,11 +52,11 @@ FEATURES = (
 
 VALUES = (
     ValueRow(
-        "moe_token_dispatcher_type",
-        ("flex",),
-        "not_yet",
-        "the flex dispatcher (HybridEP, DeepEP)",
-        "use --moe-token-dispatcher-type alltoall",
+        "moe_flex_dispatcher_backend",
+        ("ncclep",),
+        "refused",
+        "the NCCL EP backend",
+        "use --moe-flex-dispatcher-backend hybridep",
     ),
     ValueRow(
         "moe_router_load_balancing_type",

@@ -16,9 +16,11 @@ ONE_RANK = Layout(micro_batch_size=2)
 DP2 = Layout(dp=2)
 EP2 = Layout(dp=2, ep=2)
 EP2_ALLGATHER = Layout(dp=2, ep=2, dispatcher="allgather")
+EP2_FLEX = Layout(dp=2, ep=2, dispatcher="flex")
 EP2_DP4 = Layout(dp=4, ep=2)
 EP4 = Layout(dp=4, ep=4)
 EP4_ALLGATHER = Layout(dp=4, ep=4, dispatcher="allgather")
+EP4_FLEX = Layout(dp=4, ep=4, dispatcher="flex")
 
 BASE = {
     "num_layers": 2,
@@ -36,6 +38,8 @@ BASE = {
     "activation_func": F.silu,
     "add_bias_linear": False,
     "normalization": "RMSNorm",
+    "moe_flex_dispatcher_backend": "hybridep",
+    "moe_hybridep_engine": "collective",
 }
 
 

@@ -16,8 +16,10 @@ from tests.unit_tests.layouts.cases import (
     EP2,
     EP2_ALLGATHER,
     EP2_DP4,
+    EP2_FLEX,
     EP4,
     EP4_ALLGATHER,
+    EP4_FLEX,
     NUM_EXPERTS,
     ONE_RANK,
     SEQ_LENGTH,
@@ -109,9 +111,10 @@ def test_ep2_equals_reference_for_router(pool, router):
     check_against_reference(pool, make_case(**ROUTERS[router]), EP2, make_batch(), **options_of(router))
 
 
+@pytest.mark.parametrize("layout", [EP2_ALLGATHER, EP2_FLEX], ids=str)
 @pytest.mark.parametrize("router", ["softmax_post", "sigmoid_bias_groups", "sinkhorn"])
-def test_allgather_equals_reference_for_router(pool, router):
-    check_against_reference(pool, make_case(**ROUTERS[router]), EP2_ALLGATHER, make_batch(), **options_of(router))
+def test_other_dispatchers_equal_reference_for_router(pool, router, layout):
+    check_against_reference(pool, make_case(**ROUTERS[router]), layout, make_batch(), **options_of(router))
 
 
 @pytest.mark.parametrize("layout", [ONE_RANK, DP2], ids=str)
@@ -127,7 +130,10 @@ def test_ep2_equals_reference_for_auxiliary_loss(pool, loss):
 
 @pytest.mark.parametrize(
     ("layout", "plan"),
-    [*((EP2, name) for name in PLANS), (EP2_ALLGATHER, "all_to_rank1"), (EP2_ALLGATHER, "none_to_2")],
+    [
+        *((EP2, name) for name in PLANS),
+        *((layout, name) for layout in (EP2_ALLGATHER, EP2_FLEX) for name in ("all_to_rank1", "none_to_2")),
+    ],
     ids=str,
 )
 def test_ep2_equals_reference_for_forced_load(pool, layout, plan):
@@ -137,7 +143,14 @@ def test_ep2_equals_reference_for_forced_load(pool, layout, plan):
 
 
 @pytest.mark.parametrize(
-    ("layout", "capacity"), [*((EP2, name) for name in CAPACITIES), (EP2_ALLGATHER, "drop_by_probs")], ids=str
+    ("layout", "capacity"),
+    [
+        *((EP2, name) for name in CAPACITIES),
+        (EP2_ALLGATHER, "drop_by_probs"),
+        (EP2_FLEX, "drop_by_position"),
+        (EP2_FLEX, "pad_bias"),
+    ],
+    ids=str,
 )
 def test_ep2_equals_reference_under_capacity(pool, layout, capacity):
     check_against_reference(pool, make_case(**CAPACITIES[capacity]), layout, make_batch())
@@ -154,7 +167,7 @@ def test_ep2_equals_reference_for_embedding(pool, shape):
     check_against_reference(pool, make_case(SHAPES[shape]), EP2, make_batch())
 
 
-@pytest.mark.parametrize("layout", [EP2_DP4, EP4, EP4_ALLGATHER], ids=str)
+@pytest.mark.parametrize("layout", [EP2_DP4, EP4, EP4_ALLGATHER, EP4_FLEX], ids=str)
 def test_four_ranks_equal_reference(pool, layout):
     case = make_case(**LOSSES["all_at_once"], moe_shared_expert_intermediate_size=4)
     check_against_reference(pool, case, layout, make_batch(8))
@@ -232,7 +245,7 @@ ROUTERS_AND_LOADS = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [EP2, EP2_ALLGATHER, EP2_DP4, EP4, EP4_ALLGATHER], ids=str)
+@pytest.mark.parametrize("layout", [EP2, EP2_ALLGATHER, EP2_FLEX, EP2_DP4, EP4, EP4_ALLGATHER, EP4_FLEX], ids=str)
 @pytest.mark.parametrize(("router", "plan"), ROUTERS_AND_LOADS)
 def test_every_router_and_load_in_every_layout(pool, layout, router, plan):
     topk = ROUTERS[router].get("moe_router_topk", TOPK)
@@ -245,7 +258,7 @@ def test_every_router_and_load_in_every_layout(pool, layout, router, plan):
 @pytest.mark.full
 @pytest.mark.parametrize("is_per_token", [False, True], ids=["mean_of_means", "per_token"])
 @pytest.mark.parametrize("capacity", [None, *CAPACITIES])
-@pytest.mark.parametrize("layout", [DP2, EP2, EP2_ALLGATHER, EP2_DP4, EP4], ids=str)
+@pytest.mark.parametrize("layout", [DP2, EP2, EP2_ALLGATHER, EP2_FLEX, EP2_DP4, EP4], ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_and_capacity_in_every_layout(pool, layout, loss, capacity, is_per_token):
     changes = CAPACITIES.get(capacity, {}) | LOSSES[loss]

@@ -135,14 +135,14 @@ def check_layer(pool, dispatcher, is_grouped, token_counts, busy_rank):
         torch.testing.assert_close(grad * 2, expected_grads[name], rtol=bound, atol=bound, msg=name)
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "flex"])
 @pytest.mark.parametrize(("token_counts", "busy_rank"), [((5, 0), 0), ((5, 0), 1), ((3, 5), 1)], ids=str)
 def test_rank_without_rows_or_tokens_takes_part(pool, dispatcher, token_counts, busy_rank):
     check_layer(pool, dispatcher, False, token_counts, busy_rank)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "flex"])
 @pytest.mark.parametrize("is_grouped", [False, True], ids=["sequential", "grouped"])
 @pytest.mark.parametrize("token_counts", [(5, 5), (5, 0), (0, 4), (3, 5), (0, 0)], ids=str)
 @pytest.mark.parametrize("busy_rank", [0, 1])
@@ -182,7 +182,7 @@ def dtypes_of_probabilities(dispatcher):
     return output.detach(), dtypes
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "flex"])
 def test_probabilities_keep_fp32_and_both_ranks_agree_bitwise(pool, dispatcher):
     (output0, dtypes), (output1, _) = pool.run(dtypes_of_probabilities, dispatcher)
     assert dtypes == dict.fromkeys(("preprocess", "dispatch", "experts", "gradient"), torch.float32)

@@ -70,6 +70,9 @@ MOE_LAYOUTS = [
     moe(dp=2, ep=2, etp=1),
     moe(dp=2, ep=2, etp=2),
     moe(dp=2, ep=2, etp=2, dispatcher="allgather"),
+    moe(etp=2, dispatcher="flex"),
+    moe(dp=2, ep=4, etp=1, dispatcher="flex"),
+    moe(dp=2, ep=2, etp=2, dispatcher="flex"),
     moe(dp=2, ep=4, etp=1),
     moe(tp=1, dp=4, ep=2, etp=2),
     moe(dp=2, ep=2, etp=2, is_grouped=True),
@@ -116,7 +119,7 @@ def every_moe_layout():
     """All TP up to 2 with EP, ETP, DP on up to 4 ranks, both dispatchers."""
     for tp, dp, ep, etp in ((t, d, e, x) for t in (1, 2) for d in (1, 2, 4) for e in (1, 2, 4) for x in (1, 2, 4)):
         if tp * dp <= 4 and (tp * dp) % (ep * etp) == 0 and max(tp, etp) > 1:
-            for dispatcher in ("alltoall", "allgather"):
+            for dispatcher in ("alltoall", "allgather", "flex"):
                 yield moe(tp, dp, ep=ep, etp=etp, dispatcher=dispatcher)
 
 

@@ -114,7 +114,7 @@ def rows_of_biased_experts(layout):
     return layer(normal(3, 2, 16))[0].detach()
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "flex"])
 def test_output_bias_of_an_expert_is_added_once(pool, dispatcher):
     for ep in (1, 2):
         for output in pool.run(rows_of_biased_experts, moe(ep=ep, etp=1, dispatcher=dispatcher)):

@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.errors import ConfigError
+from megatron.core.transformer.moe.dispatchers.hybridep.engine import BACKENDS, ENGINES
+from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS
 from megatron.core.utils.activations import squared_relu
 from megatron.training import arguments
+from megatron.training.argument_factory import build_parser
 
 TINY = (
     "--num-layers 4 --hidden-size 96 --num-attention-heads 6 --seq-length 32 --max-position-embeddings 32 "
@@ -149,7 +152,7 @@ def test_world_comes_from_the_launcher(monkeypatch):
         (
             "--moe-flex-dispatcher-backend hybirdep",
             "moe_flex_dispatcher_backend='hybirdep'",
-            "deepep, hybridep, ncclep",
+            "none of hybridep, deepep",
         ),
         (
             "--device cuda --transformer-impl transformer_engine",
@@ -198,7 +201,7 @@ def test_contradiction_names_values_and_remedy(flags, subject, text):
         ("--cuda-graph-impl full_iteration", "CUDA graphs"),
         ("--fp8-format hybrid", "FP8 training"),
         ("--overlap-moe-expert-parallel-comm", "overlap of expert communication"),
-        ("--moe-token-dispatcher-type flex", "the flex dispatcher"),
+        ("--moe-dispatch-fwd-dtype fp8", "narrow floats on the wire"),
         ("--multi-latent-attention", "multi-latent attention"),
         ("--mtp-num-layers 1", "multi-token prediction"),
     ],
@@ -260,6 +263,45 @@ def test_world_that_tp_does_not_divide_names_both_numbers(monkeypatch):
 def test_deepep_needs_the_flex_dispatcher():
     lines = problems(MOE + " --moe-enable-deepep")
     assert any("moe_token_dispatcher_type='alltoall': this dispatcher has no backends" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "subject", "text"),
+    [
+        ("", "moe_token_dispatcher_type='alltoall'", "no budget of rows"),
+        (
+            "flex",
+            "moe_expert_rank_capacity_factor=1.5 with moe_flex_dispatcher_backend='deepep'",
+            "depend on the routing",
+        ),
+        ("flex --moe-flex-dispatcher-backend ncclep", "moe_flex_dispatcher_backend='ncclep'", "left out of this tree"),
+        ("flex --moe-hybridep-engine collective", "moe_hybridep_engine='collective'", "no such engine"),
+        (
+            "flex --moe-flex-dispatcher-backend hybridep --moe-pad-expert-input-to-capacity",
+            "moe_expert_rank_capacity_factor=1.5 with moe_pad_expert_input_to_capacity=True",
+            "fixed number of rows",
+        ),
+    ],
+    ids=str,
+)
+def test_row_budget_and_engines_need_a_dispatcher_that_has_them(flags, subject, text):
+    chosen = f"--moe-token-dispatcher-type {flags}" if flags else ""
+    lines = problems(f"{MOE} {chosen} --moe-expert-rank-capacity-factor 1.5")
+    assert any(subject in line and text in line for line in lines), lines
+
+
+def test_flex_dispatcher_is_chosen_by_its_flags():
+    flags = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-engine collective"
+    args = parse(f"{MOE} {flags} --moe-hybridep-num-sms 16 --moe-expert-rank-capacity-factor 1.5")
+    assert (args.moe_token_dispatcher_type, args.moe_hybridep_engine) == ("flex", "collective")
+    assert (args.moe_flex_dispatcher_num_sms, args.moe_expert_rank_capacity_factor) == (16, 1.5)
+
+
+def test_choices_of_dispatchers_are_the_registry():
+    specs = build_parser().specs
+    assert specs["--moe-token-dispatcher-type"].choices == tuple(DISPATCHERS)
+    assert specs["--moe-flex-dispatcher-backend"].choices == tuple(BACKENDS)
+    assert specs["--moe-hybridep-engine"].choices == ("auto", *ENGINES)
 
 
 def test_two_different_sm_counts_contradict():

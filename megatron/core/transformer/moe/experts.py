@@ -52,18 +52,17 @@ class SequentialMLP(ExpertNumbering, MegatronModule):
     ) -> tuple[torch.Tensor, None]:
         """Run every row through its expert: rows [R, h], tokens_per_expert int [n], probs [R] -> [R, h].
 
-        With ETP the result is a summand; the dispatcher adds those of the other ranks. An expert without rows runs on
-        an empty tensor, so that its weights receive gradients of zeros.
+        Rows behind the last expert's are not read, and come out as zeros. With ETP the result is a summand; the
+        dispatcher adds those of the other ranks. An expert without rows runs on an empty
+        tensor, so that its weights receive gradients of zeros.
         Host: one wait for the counts on a GPU, unless they are given on the host.
         """
         counts = tokens_per_expert.tolist() if host_tokens_per_expert is None else host_tokens_per_expert
-        pieces = zip(
-            self.local_experts,
-            permuted_local_hidden_states.split(counts),
-            permuted_probs.split(counts),
-            strict=True,
-        )
-        return torch.cat([self._run(expert, rows, probs) for expert, rows, probs in pieces]), None
+        tail = len(permuted_probs) - sum(counts)
+        *rows, unread = permuted_local_hidden_states.split([*counts, tail])
+        pieces = zip(self.local_experts, rows, permuted_probs.split([*counts, tail])[:-1], strict=True)
+        outputs = [self._run(expert, rows, probs) for expert, rows, probs in pieces]
+        return torch.cat([*outputs, torch.zeros_like(unread)] if tail else outputs), None
 
     def _run(self, expert: torch.nn.Module, rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """One expert: rows [r, h], probs [r] -> [r, h]."""

@@ -25,20 +25,24 @@ Legend: T tokens of this rank, h width, E experts, n experts of this rank, S row
 import abc
 import dataclasses
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from megatron.core.configs.base import Violation, violation
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.capacity import expert_capacity
+from megatron.core.transformer.moe.dispatchers.token_counts import require_equal_tokens
 from megatron.core.utils.divide import divide
 from megatron.core.utils.groups import group_rank, group_size
 
 DISPATCHERS = {
     "allgather": ("megatron.core.transformer.moe.dispatchers.allgather", "MoEAllGatherTokenDispatcher"),
     "alltoall": ("megatron.core.transformer.moe.dispatchers.alltoall", "MoEAlltoAllTokenDispatcher"),
+    "flex": ("megatron.core.transformer.moe.dispatchers.hybridep.dispatcher", "MoEFlexTokenDispatcher"),
 }
 """Value of --moe-token-dispatcher-type -> module and class; the module is imported when the dispatcher is built."""
 
@@ -88,6 +92,9 @@ class DispatchState:
     host_tokens_per_expert: list[int] | None = None
     """The same on the host, if the dispatcher had to read it anyway."""
 
+    dropped_rows: torch.Tensor | None = None
+    """int64 [1] on the device, rows beyond this rank's budget; None if there is no budget."""
+
     output_shape: torch.Size | None = None
     """Shape [s, b, h] of the layer's input, kept for the layer."""
 
@@ -120,6 +127,20 @@ class MoETokenDispatcher(abc.ABC):
         self.num_local_experts = num_local_experts
         self.local_expert_indices = list(local_expert_indices)
         self.topk = config.moe_router_topk
+        self.row_multiple = 1
+        self._agreed_tokens: dict[int, int] = {}
+
+    has_backends = False
+    """True if --moe-flex-dispatcher-backend chooses what moves the rows."""
+
+    @classmethod
+    def check(cls, config: Any) -> list[Violation]:
+        """Judge the options that only some dispatchers have; `config` holds the fields of `MoEConfig`."""
+        if config.moe_expert_rank_capacity_factor is None:
+            return []
+        names = "moe_expert_rank_capacity_factor moe_token_dispatcher_type"
+        remedy = "use --moe-token-dispatcher-type flex, or drop --moe-expert-rank-capacity-factor"
+        return [violation(config, names, "this dispatcher has no budget of rows", remedy)]
 
     @property
     @abc.abstractmethod
@@ -142,6 +163,30 @@ class MoETokenDispatcher(abc.ABC):
     def is_dropless(self) -> bool:
         """True if every token has exactly k rows."""
         return self.config.moe_expert_capacity_factor is None
+
+    @property
+    def is_padded(self) -> bool:
+        """True if every expert gets exactly its capacity."""
+        return self.config.moe_pad_expert_input_to_capacity
+
+    def padded_capacity(self, num_tokens: int, device: torch.device) -> int:
+        """Rows that each rank sends to each expert padded to its capacity.
+
+        Raises: ConfigError if the expert ranks bring different numbers of tokens, which is checked as in `agree_on`.
+        """
+        self.agree_on(num_tokens, device, require_equal_tokens)
+        factor = self.config.moe_expert_capacity_factor
+        assert factor is not None, "padding to capacity without a capacity factor"
+        return min(expert_capacity(num_tokens * self.topk, self.num_experts, factor), num_tokens)
+
+    def agree_on(self, num_tokens: int, device: torch.device, agree: Callable[[int, Any, torch.device], int]) -> int:
+        """Ask the expert ranks about a number of tokens when it is first seen: `agree` is collective, and waits.
+
+        A CPU group waits for every collective anyway, so there they are asked each time.
+        """
+        if num_tokens not in self._agreed_tokens or device.type == "cpu":
+            self._agreed_tokens[num_tokens] = agree(num_tokens, self.expert_ranks_group, device)
+        return self._agreed_tokens[num_tokens]
 
     @abc.abstractmethod
     def dispatch_preprocess(
@@ -189,6 +234,9 @@ def build_dispatcher(
     num_local = divide(config.num_moe_experts or 0, group_size(groups.ep))
     first = group_rank(groups.ep) * num_local
     chosen = dispatcher_class(config.moe_token_dispatcher_type)
+    found = chosen.check(config)
+    if found:
+        raise ConfigError("\n".join(str(item) for item in found))
     return chosen(num_local, range(first, first + num_local), config, groups)
 
 

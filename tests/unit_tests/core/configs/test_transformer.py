@@ -112,11 +112,6 @@ def test_all_violations_come_at_once():
         ({"moe_layer_freq": [1, 0]}, "moe_layer_freq=[1, 0] with num_layers=4", "one 0 or 1 for each layer"),
         ({"moe_layer_freq": 0}, "moe_layer_freq=0 with num_layers=4", "positive integer"),
         ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input=True", "one expert per token"),
-        (
-            {"moe_token_dispatcher_type": "altoall"},
-            "moe_token_dispatcher_type='altoall'",
-            "none of allgather, alltoall",
-        ),
         ({"num_query_groups": 4}, "num_query_groups=4 with num_attention_heads=6", "same number of heads"),
         ({"attention_dropout": 1.0}, "attention_dropout=1.0", "a probability below 1"),
         ({"fp32_residual_connection": True}, "fp32_residual_connection=True", "model's precision already"),

@@ -21,10 +21,8 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
-from megatron.core.transformer.moe.capacity import expert_capacity
 from megatron.core.transformer.moe.dispatchers.exchange import gather_rows, reduce_rows
 from megatron.core.transformer.moe.dispatchers.host_counts import HostCounts
-from megatron.core.transformer.moe.dispatchers.token_counts import require_equal_tokens
 from megatron.core.transformer.moe.permute import RowOrder, build_row_order, permute, unpermute
 from megatron.core.transformer.moe.token_dispatcher import DispatcherTraits, DispatchState, MoETokenDispatcher
 from megatron.core.utils.groups import group_rank
@@ -49,15 +47,6 @@ class AllGatherState(DispatchState):
 
 class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
     """Gathers all tokens of the ranks that together hold all experts on every one of them."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self._agreed_tokens: set[int] = set()
-
-    @property
-    def is_padded(self) -> bool:
-        """True if every expert gets exactly its capacity."""
-        return self.config.moe_pad_expert_input_to_capacity
 
     @property
     def traits(self) -> DispatcherTraits:
@@ -100,15 +89,9 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         return hidden_states, probs, state
 
     def _set_padded_counts(self, state: AllGatherState) -> None:
-        """Counts of a map padded to capacity; a token count is agreed on with the other ranks when it is first seen."""
+        """Counts of a map padded to capacity."""
         num_tokens, device = state.num_tokens, state.routing_map.device
-        # A CPU group waits for every collective anyway, so there the agreement is checked each time.
-        if num_tokens not in self._agreed_tokens or device.type == "cpu":
-            require_equal_tokens(num_tokens, self.expert_ranks_group, device)
-            self._agreed_tokens.add(num_tokens)
-        factor = self.config.moe_expert_capacity_factor
-        assert factor is not None, "padding to capacity without a capacity factor"
-        capacity = min(expert_capacity(num_tokens * self.topk, self.num_experts, factor), num_tokens)
+        capacity = self.padded_capacity(num_tokens, device)
         per_expert = capacity * self.ep_size * self.etp_size
         state.num_rows = per_expert * self.num_local_experts
         state.host_tokens_per_expert = [per_expert] * self.num_local_experts

@@ -19,14 +19,12 @@ import dataclasses
 
 import torch
 
-from megatron.core.transformer.moe.capacity import expert_capacity
 from megatron.core.transformer.moe.dispatchers.exchange import exchange_rows, gather_uneven_rows, reduce_uneven_rows
 from megatron.core.transformer.moe.dispatchers.token_counts import (
     PendingCounts,
     RowCounts,
     constant_counts,
     local_counts,
-    require_equal_tokens,
 )
 from megatron.core.transformer.moe.permute import (
     RowOrder,
@@ -55,15 +53,6 @@ class AllToAllState(DispatchState):
 
 class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     """Sends rows with `all_to_all_single` over the expert-parallel group."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self._agreed_tokens: set[int] = set()
-
-    @property
-    def is_padded(self) -> bool:
-        """True if every expert gets exactly its capacity."""
-        return self.config.moe_pad_expert_input_to_capacity
 
     @property
     def traits(self) -> DispatcherTraits:
@@ -116,14 +105,8 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         return rows, row_probs, state
 
     def _padded_counts(self, num_tokens: int, device: torch.device) -> RowCounts:
-        """Counts of a map padded to capacity. A token count is agreed on with the other ranks when it is first seen."""
-        # A CPU group waits for every collective anyway, so there the agreement is checked each time.
-        if num_tokens not in self._agreed_tokens or device.type == "cpu":
-            require_equal_tokens(num_tokens, self.expert_ranks_group, device)
-            self._agreed_tokens.add(num_tokens)
-        factor = self.config.moe_expert_capacity_factor
-        assert factor is not None, "padding to capacity without a capacity factor"
-        capacity = min(expert_capacity(num_tokens * self.topk, self.num_experts, factor), num_tokens)
+        """Counts of a map padded to capacity."""
+        capacity = self.padded_capacity(num_tokens, device)
         return constant_counts(capacity, self.num_local_experts, self.ep_group, self.etp_group, device)
 
     def token_dispatch(

@@ -97,21 +97,31 @@ def local_counts(routing_map: torch.Tensor, num_rows: int) -> RowCounts:
     return RowCounts([num_rows], [num_rows], [num_rows], per_expert, per_expert.unsqueeze(0), None)
 
 
-def require_equal_tokens(num_tokens: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Refuse a padded exchange between ranks with different token counts, before it could hang.
+def require_equal_tokens(num_tokens: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
+    """Refuse a padded exchange between ranks with different token counts, before it could hang; returns the count.
 
     Every expert is padded to a capacity that each rank derives from its own tokens: all ranks need equally many.
     Collective; the host waits for it.
     """
-    if group_size(group) == 1:
-        return
-    counts = torch.zeros(group_size(group), dtype=torch.int64, device=device)
-    counts[group_rank(group)] = num_tokens
-    all_reduce(counts, group)
-    values = counts.tolist()
+    values = _all_token_counts(num_tokens, group, device)
     if len(set(values)) > 1:
         raise ConfigError(
             f"rank {group_rank(group)} of the expert ranks: moe_pad_expert_input_to_capacity=True with "
             f"tokens per rank {values}: a padded exchange needs the same number on all ranks; give every rank equally "
             "many tokens, or drop --moe-pad-expert-input-to-capacity."
         )
+    return num_tokens
+
+
+def most_tokens(num_tokens: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
+    """The tokens of the rank that has most. Collective; the host waits for it."""
+    return max(_all_token_counts(num_tokens, group, device))
+
+
+def _all_token_counts(num_tokens: int, group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
+    if group_size(group) == 1:
+        return [num_tokens]
+    counts = torch.zeros(group_size(group), dtype=torch.int64, device=device)
+    counts[group_rank(group)] = num_tokens
+    all_reduce(counts, group)
+    return counts.tolist()

@@ -128,7 +128,7 @@ def gradients_on_a_rank(name, grouped, world, to_rank_0):
 
 @pytest.mark.parametrize("to_rank_0", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("name", ["alltoall", "allgather"])
+@pytest.mark.parametrize("name", ["alltoall", "allgather", "flex"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_expert_parallelism_equals_one_rank(pool, name, grouped, world, to_rank_0):
     expected, hidden_grad, out = gradients("alltoall", False, 1, to_rank_0, ProcessGroupCollection())
@@ -162,7 +162,7 @@ def dtypes_on_the_way(name):
     return [probs.dtype, arrived_probs.dtype, used.dtype, *grads], out.detach()
 
 
-@pytest.mark.parametrize("name", ["alltoall", "allgather"])
+@pytest.mark.parametrize("name", ["alltoall", "allgather", "flex"])
 def test_probabilities_stay_fp32_and_ranks_agree_bit_for_bit(pool, name):
     (dtypes, out), (other_dtypes, other_out) = pool.run(dtypes_on_the_way, name)
     assert dtypes == other_dtypes == [torch.float32] * 4

@@ -31,10 +31,12 @@ import abc
 import dataclasses
 import functools
 import importlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron.core.configs.base import Violation, violation
 from megatron.core.errors import ConfigError
 from megatron.core.transformer.moe.dispatchers.hybridep.metadata import Exchange
 from megatron.core.utils.collectives import all_gather_object
@@ -43,14 +45,22 @@ from megatron.core.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
+_HERE = "megatron.core.transformer.moe.dispatchers.hybridep"
 ENGINES = {
-    "collective": ("megatron.core.transformer.moe.dispatchers.hybridep.collective", "CollectiveEngine"),
-    "symm_mem": ("megatron.core.transformer.moe.dispatchers.hybridep.symm_mem", "SymmMemEngine"),
+    "symm_mem": (f"{_HERE}.symm_mem", "SymmMemEngine"),
+    "collective": (f"{_HERE}.collective", "CollectiveEngine"),
+    "deep_ep": (f"{_HERE}.deep_ep", "DeepEPHybridEngine"),
 }
 """Value of --moe-hybridep-engine -> module and class; the module is imported when the engine is asked for."""
 
-AUTO_ORDER = ("symm_mem", "collective")
-"""What `auto` tries in turn."""
+BACKENDS = {
+    "hybridep": ENGINES,
+    "deepep": {"deep_ep_buffer": (f"{_HERE}.deep_ep", "DeepEPBufferEngine")},
+}
+"""Value of --moe-flex-dispatcher-backend -> its engines."""
+
+AUTO, AUTO_ORDER = "auto", ("symm_mem", "collective", "deep_ep_buffer")
+"""The value that leaves the choice to the group, and what it tries in turn among the engines of the backend."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +96,16 @@ class EngineSetup:
 class HybridEPEngine(abc.ABC):
     """Moves rows between the ranks of a group. It holds buffers, but nothing of a microbatch: that is in `Exchange`."""
 
+    has_static_sizes = True
+    """False if the engine cannot work with a row budget."""
+
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
+
+    @classmethod
+    def require_packages(cls) -> object:
+        """Raise MissingDependencyError if a package that the engine needs is absent."""
+        return None
 
     @classmethod
     @abc.abstractmethod
@@ -123,35 +141,64 @@ class HybridEPEngine(abc.ABC):
         """
 
 
-def engine_class(name: str) -> type[HybridEPEngine]:
-    """Import the class behind a value of --moe-hybridep-engine."""
-    if name not in ENGINES:
-        known = ", ".join(["auto", *sorted(ENGINES)])
-        raise ConfigError(f"moe_hybridep_engine={name!r}: not an engine of this tree; choose one of {known}.")
-    module, class_name = ENGINES[name]
+def check_backend(config: Any) -> list[Violation]:
+    """Refuse an engine that the backend does not have, and sizes that its only engine cannot keep."""
+    field = "moe_flex_dispatcher_backend"
+    engines = BACKENDS.get(config.moe_flex_dispatcher_backend, {})
+    if config.moe_hybridep_engine not in (AUTO, *engines):
+        remedy = "use --moe-flex-dispatcher-backend hybridep, or drop --moe-hybridep-engine"
+        return [violation(config, f"moe_hybridep_engine {field}", "this backend has no such engine", remedy)]
+    found = []
+    if not any(engine_class(engines, name).has_static_sizes for name in engines):
+        for name in ("moe_expert_rank_capacity_factor", "moe_pad_expert_input_to_capacity"):
+            if getattr(config, name):
+                remedy = f"use --moe-flex-dispatcher-backend hybridep, or drop --{name.replace('_', '-')}"
+                found.append(violation(config, f"{name} {field}", "its row counts depend on the routing", remedy))
+    return found
+
+
+def engine_class(engines: dict[str, tuple[str, str]], name: str) -> type[HybridEPEngine]:
+    """Import the class of one of a backend's engines."""
+    if name not in engines:
+        known = ", ".join([AUTO, *engines])
+        raise ConfigError(f"moe_hybridep_engine={name!r}: not an engine of this backend; choose one of {known}.")
+    module, class_name = engines[name]
     return getattr(importlib.import_module(module), class_name)
 
 
 @functools.cache
-def shared_engine(name: str, setup: EngineSetup) -> HybridEPEngine:
-    """The engine for a setup; `auto` takes the first that runs on all ranks of the group and says which.
+def shared_engine(backend: str, name: str, setup: EngineSetup) -> HybridEPEngine:
+    """The engine for the values of --moe-flex-dispatcher-backend and --moe-hybridep-engine, one for equal setups.
 
-    Collective when it is first asked for; all ranks ask in the same order.
+    `auto` takes the first engine of the backend that runs on all ranks of the group, and says which. Collective when
+    it is first asked for; all ranks ask in the same order.
 
-    Raises: ConfigError if a named engine cannot run on some rank.
+    Raises: ConfigError if no such engine runs on all ranks, MissingDependencyError if a package is missing for it.
     """
-    candidates = [engine for engine in AUTO_ORDER if engine in ENGINES] if name == "auto" else [name]
+    if backend not in BACKENDS:
+        known = ", ".join(BACKENDS)
+        raise ConfigError(
+            f"moe_flex_dispatcher_backend={backend!r}: not a backend of this tree; choose one of {known}."
+        )
+    engines = BACKENDS[backend]
+    candidates = [engine for engine in AUTO_ORDER if engine in engines] if name == AUTO else [name]
     reasons = []
     for candidate in candidates:
-        chosen = engine_class(candidate)
+        chosen = engine_class(engines, candidate)
+        if len(candidates) == 1:
+            chosen.require_packages()
         answers = all_gather_object(chosen.why_unavailable(setup), setup.group)
         refusals = [f"rank {rank} of the expert ranks: {text}" for rank, text in enumerate(answers) if text]
         if not refusals:
-            if name == "auto" and setup.rank == 0:
-                logger.info("moe_hybridep_engine='auto': %s runs%s", candidate, "".join(f"; not {r}" for r in reasons))
+            if name == AUTO and setup.rank == 0:
+                reason = "".join(f" (not {reason})" for reason in reasons)
+                logger.info("moe_hybridep_engine: auto takes %s%s", candidate, reason)
             return chosen(setup)
         reasons.append(f"{candidate}, {refusals[0]}")
-    raise ConfigError(f"moe_hybridep_engine={name!r}: {'; '.join(reasons)}; choose another engine, or auto.")
+    raise ConfigError(
+        f"moe_hybridep_engine={name!r} with moe_flex_dispatcher_backend={backend!r}: {'; '.join(reasons)}; choose "
+        "another engine, or --moe-flex-dispatcher-backend hybridep --moe-hybridep-engine auto."
+    )
 
 
 def reset() -> None:

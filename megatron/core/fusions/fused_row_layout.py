@@ -1,0 +1,186 @@
+"""Where each routed token goes: a stable counting sort by expert, with padding and a limit.
+
+    ids   [C, K]   experts of each token, -1 = none        slots [C, K]  row of each choice, -1 = none or dropped
+    t0    1 -1                                              t0   3 -1
+    t1    0  1                        -->                   t1   0  4     pairs [P]  what each row holds: t * K + k
+    t2    0 -1                                              t2   1 -1     (2, 4, -1 | 0, 3, -1), multiple of 3
+
+Rows are ordered by expert, within an expert by token. Each expert's rows are padded to a multiple. If P is less than
+what is needed, rows from P on are dropped: the last experts lose theirs, and their counts say so.
+
+The kernel makes two passes over blocks of tokens: count per expert, then rank within the block on top of what the
+blocks and experts before need. Sums of integers: both forms give the same numbers.
+
+Legend: C tokens, K slots of a token, n experts, P rows, B blocks of tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.optional_deps import is_available, tl, triton_jit
+
+PADDING, TAIL = -1, -2
+"""Marks in `pairs`: a row of zeros that pads its expert; a row behind the last expert's, which nobody reads."""
+
+TILE = 8192
+"""Entries of the table [tokens, experts] that one program holds."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is asked of a layout."""
+
+    num_rows: int
+    """P"""
+
+    multiple: int = 1
+    """Each expert's rows are a multiple of this."""
+
+    pads_empty: bool = False
+    """An expert without tokens is padded too."""
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """The rows of a routing, both ways round."""
+
+    slots: torch.Tensor
+    """int32 [C, K], row of each slot; -1 for an empty slot and for a dropped row."""
+
+    pairs: torch.Tensor
+    """int32 [P], the (token, slot) of each row as token * K + slot; PADDING and TAIL otherwise."""
+
+    tokens_per_expert: torch.Tensor
+    """int64 [n], rows of each expert, padding included, cut off at P."""
+
+    dropped_rows: torch.Tensor
+    """int64 [1], rows without padding that found no place."""
+
+    has_tail: bool
+    """False if all P rows belong to experts, which the host has to know."""
+
+    @property
+    def slots_per_token(self) -> int:
+        """K"""
+        return self.slots.shape[1]
+
+
+def row_layout(
+    ids: torch.Tensor,
+    num_experts: int,
+    num_rows: int,
+    multiple: int = 1,
+    *,
+    has_tail: bool = False,
+    pads_empty: bool = False,
+) -> RowLayout:
+    """Lay out the rows of expert ids int [C, K]; ids outside 0 .. n - 1 take none.
+
+    `num_rows` is P: a budget if `has_tail`, else exactly the number of rows, padding included. With `pads_empty` an
+    expert without tokens is padded as well.
+    Host: no synchronisation. Graph: capturable.
+    """
+    if uses_kernels(ids):
+        return kernel_layout(ids.contiguous(), num_experts, Sizes(num_rows, multiple, pads_empty), has_tail)
+    return reference_layout(ids, num_experts, Sizes(num_rows, multiple, pads_empty), has_tail)
+
+
+def uses_kernels(tensor: torch.Tensor) -> bool:
+    """True where kernels run: a tensor [any] on a GPU, and Triton is installed."""
+    return tensor.is_cuda and is_available("triton")
+
+
+def reference_layout(ids: torch.Tensor, num_experts: int, sizes: Sizes, has_tail: bool) -> RowLayout:
+    """The plain form of `row_layout`: ids int [C, K]."""
+    num_rows, flat = sizes.num_rows, ids.flatten().long()
+    keys = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, keys, torch.ones_like(keys))
+    starts, kept, dropped = _place(counts[:-1], sizes)
+    order = keys.argsort(stable=True)  # positions in `flat`, sorted by expert, then token
+    ranks = torch.arange(len(flat), device=ids.device) - (counts.cumsum(0) - counts)[keys[order]]
+    first = torch.cat([starts, starts.new_full((1,), num_rows)])[keys[order]]
+    rows = torch.where(keys[order] < num_experts, first + ranks, num_rows).clamp(max=num_rows)
+    slots = torch.empty_like(flat).index_copy_(0, order, torch.where(rows < num_rows, rows, -1))
+    pairs = torch.cat([_marks(kept, num_rows), flat.new_empty(1, dtype=torch.int32)])
+    pairs = pairs.index_copy_(0, rows, order.int())[:num_rows]  # what has no row goes to the entry that is cut off
+    return RowLayout(slots.view(ids.shape).int(), pairs, kept, dropped, has_tail)
+
+
+def _place(counts: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Counts int64 [n] -> first row of each expert [n], rows that it keeps with padding [n], dropped rows [1]."""
+    num_rows, multiple = sizes.num_rows, sizes.multiple
+    wanted = counts.clamp(min=1) if sizes.pads_empty else counts
+    padded = (wanted + (multiple - 1)).div(multiple, rounding_mode="floor") * multiple
+    ends = padded.cumsum(0)
+    starts = ends - padded
+    kept = ends.clamp(max=num_rows) - starts.clamp(max=num_rows)
+    dropped = (counts - kept).clamp(min=0).sum(0, keepdim=True)
+    return starts, kept, dropped
+
+
+def _marks(kept: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The marks of a layout without pairs: counts int64 [n] -> int32 [P]."""
+    rows = torch.arange(num_rows, device=kept.device)
+    return torch.where(rows < kept.sum(), PADDING, TAIL).int()
+
+
+def kernel_layout(ids: torch.Tensor, num_experts: int, sizes: Sizes, has_tail: bool) -> RowLayout:
+    """The form with kernels: contiguous ids int [C, K]."""
+    num_tokens, num_slots = ids.shape
+    width = max(16, 1 << (num_experts - 1).bit_length())
+    block = max(8, TILE // width)
+    num_blocks = -(-num_tokens // block)
+    block_counts = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=ids.device)
+    shape = (sizes.num_rows, num_tokens, num_slots, num_experts, block, width)
+    if num_tokens:
+        _block_kernel[(num_blocks,)](ids, block_counts, None, None, *shape, counts_only=True)
+    ends = block_counts.cumsum(0)  # [B, n]
+    counts = ends[-1] if num_blocks else ends.new_zeros(num_experts)
+    starts, kept, dropped = _place(counts, sizes)
+    bases = (ends - block_counts + starts).int()
+    slots, pairs = torch.empty_like(ids, dtype=torch.int32), _marks(kept, sizes.num_rows)
+    if num_tokens:
+        _block_kernel[(num_blocks,)](ids, bases, slots, pairs, *shape, counts_only=False)
+    return RowLayout(slots, pairs, kept, dropped, has_tail)
+
+
+@triton_jit
+def _block_kernel(
+    ids: Any,
+    blocks: Any,
+    slots: Any,
+    pairs: Any,
+    num_rows: Any,
+    num_tokens: Any,
+    num_slots: tl.constexpr,
+    num_experts: Any,
+    block: tl.constexpr,
+    width: tl.constexpr,
+    counts_only: tl.constexpr,
+) -> None:
+    """One block of tokens: ids [C, K], blocks [B, n].
+
+    First pass: store how many tokens of the block chose each expert into `blocks`. Second pass: `blocks` holds the
+    first row of each block and expert; give each choice its row -> slots [C, K], pairs [P].
+    """
+    program = tl.program_id(0)
+    tokens, experts = program * block + tl.arange(0, block), tl.arange(0, width)
+    is_token, is_expert = tokens < num_tokens, experts < num_experts
+    chosen = tl.zeros([block, width], dtype=tl.int32)  # 1 where a token chose an expert
+    for slot in range(num_slots):
+        picked = tl.load(ids + tokens.to(tl.int64) * num_slots + slot, mask=is_token, other=-1)
+        chosen += (picked[:, None] == experts[None, :]).to(tl.int32)
+    if counts_only:
+        tl.store(blocks + program * num_experts + experts, tl.sum(chosen, axis=0), mask=is_expert)
+    else:
+        base = tl.load(blocks + program * num_experts + experts, mask=is_expert, other=0)
+        rows = base[None, :] + tl.cumsum(chosen, axis=0) - chosen  # [block, width], right where `chosen`
+        for slot in range(num_slots):
+            places = tokens.to(tl.int64) * num_slots + slot
+            picked = tl.load(ids + places, mask=is_token, other=-1)
+            row = tl.sum(tl.where(picked[:, None] == experts[None, :], rows, 0), axis=1)
+            has_row = (picked >= 0) & (picked < num_experts) & (row < num_rows)
+            tl.store(slots + places, tl.where(has_row, row, -1), mask=is_token)
+            tl.store(pairs + row, places.to(tl.int32), mask=is_token & has_row)
