@@ -22,10 +22,12 @@ class LocalExchangeDispatcher(MoEAlltoAllTokenDispatcher):
     """All experts on this rank, with copies in place of communication.
 
     `is_shuffled` sorts the rows on arrival, as several experts on several ranks need it; otherwise the experts are
-    given the received rows themselves.
+    given the received rows themselves. With `counts_late` the row counts arrive with the rows, on the stream of the
+    exchange, as those of a fused dispatch do.
     """
 
     is_shuffled = False
+    counts_late = False
     delay: Delay | None = None
 
     @property
@@ -40,7 +42,13 @@ class LocalExchangeDispatcher(MoEAlltoAllTokenDispatcher):
         return rows, row_probs, state
 
     def token_dispatch(self, rows, probs, state):
+        if self.counts_late:
+            state.tokens_per_expert = state.counts.tokens_per_expert.clone()
         return _Copy.apply(rows, self.delay), _Copy.apply(probs, None)
+
+    def dispatch_postprocess(self, rows, probs, state):
+        rows, counts, probs = super().dispatch_postprocess(rows, probs, state)
+        return rows, state.tokens_per_expert if self.counts_late else counts, probs
 
     def token_combine(self, rows, state):
         return _Copy.apply(rows, self.delay)
@@ -63,11 +71,13 @@ def _copy(rows: torch.Tensor, delay: Delay | None) -> torch.Tensor:
     return rows.clone()
 
 
-def use_local_exchange(model: torch.nn.Module, is_shuffled: bool = False, delay: Delay | None = None) -> None:
+def use_local_exchange(
+    model: torch.nn.Module, is_shuffled: bool = False, counts_late: bool = False, delay: Delay | None = None
+) -> None:
     """Let all MoE layers below `model` exchange with themselves."""
     for layer in model.modules():
         if isinstance(layer, MoELayer):
             old = layer.token_dispatcher
             dispatcher = LocalExchangeDispatcher(old.num_local_experts, old.local_expert_indices, old.config)
-            dispatcher.is_shuffled, dispatcher.delay = is_shuffled, delay
+            dispatcher.is_shuffled, dispatcher.counts_late, dispatcher.delay = is_shuffled, counts_late, delay
             layer.token_dispatcher = dispatcher

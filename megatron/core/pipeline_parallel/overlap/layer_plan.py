@@ -62,10 +62,11 @@ class LayerPlan:
     """
 
     def __init__(self, layer: OverlapLayer, call: LayerCall, name: str, settings: PlanSettings) -> None:
-        self.call, self.settings = call, settings
+        self.call, self.name, self.settings = call, name, settings
         self.stages = EXCHANGE_STAGES if layer.has_exchange else DENSE_STAGES
         self._values: dict[str, Handed | None] = {}
         self._nodes: dict[Stage, StageNode] = {}
+        self._metadata: dict[int, tuple[torch.Tensor, Role]] = {}
         for stage in self.stages:
             keeps = {1} if stage is Stage.EXPERTS else set()  # probabilities are always saved, they are small
             if stage in layer.saved_inputs():
@@ -91,6 +92,8 @@ class LayerPlan:
     def forward(self, stage: Stage) -> None:
         """Run one stage."""
         self._pass_through(stage, self._nodes[stage].forward, _INPUTS[stage], _OUTPUTS[stage])
+        for tensor in _tensors_in(self.call.dispatch_state):
+            self._metadata.setdefault(id(tensor), (tensor, stage.role))
 
     def backward(self, stage: Stage) -> None:
         """Run one stage backward; its weight gradients too, unless they are delayed."""
@@ -109,15 +112,16 @@ class LayerPlan:
         self.settings.counters["wgrads deferred"] += self._nodes[stage].weight_grads()
 
     def close(self) -> None:
-        """Drop what belongs to the microbatch: both streams have been given their last use of it.
+        """Drop the metadata of the microbatch: both streams have been given their last use of it.
 
-        Metadata is made on one stream and read on the other, so it waits for both.
+        It is made on one stream and may be read on the other.
         """
-        for tensor in _tensors_in(self.call.dispatch_state):
-            for role in Role:
-                with streams.on(role, "drop of metadata"):
-                    streams.hold(tensor, role.other)
-        self.call.dispatch_state = None
+        for owner in Role:
+            with streams.on(owner.other, f"drop of {self.name}"):
+                for tensor, role in self._metadata.values():
+                    if role is owner:
+                        streams.hold(tensor, owner)
+        self._metadata, self.call.dispatch_state = {}, None
         self._nodes.clear()
 
 
