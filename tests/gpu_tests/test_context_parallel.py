@@ -2,12 +2,17 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.core.errors import ConfigError
 from megatron.core.fusions.fused_block_attention import FlashKernel, PlainKernel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.context_parallel import BlockAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils.zigzag import own_chunks, to_natural_order
-from tests.common.small_models import normal
+from tests.common.small_models import normal, small_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,3 +110,35 @@ def test_flash_blocks_repeat_bit_for_bit_in_deterministic_mode():
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.fixture(scope="module")
+def group_of_two():
+    """A group of two ranks whose other member never comes; layers that are only built do not mind."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def build(group, **fields):
+    config = small_config(device="cuda", context_parallel_size=2, **fields)
+    return DotProductAttention(config, 1, pg_collection=ProcessGroupCollection(cp=group)).over_ranks
+
+
+def test_half_precision_takes_the_flash_kernel_and_fp32_the_plain_one(group_of_two):
+    assert isinstance(build(group_of_two, bf16=True).kernel, FlashKernel)
+    assert isinstance(build(group_of_two, bf16=True, attention_backend="unfused").kernel, PlainKernel)
+    assert isinstance(build(group_of_two).kernel, PlainKernel)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"attention_backend": "fused"}, "attention_backend='fused' with context_parallel_size=2"),
+        ({"kv_channels": 12}, "kv_channels=12 with context_parallel_size=2"),
+    ],
+    ids=["cudnn", "odd_heads"],
+)
+def test_kernel_that_tells_no_log_sum_exp_is_refused(group_of_two, fields, text):
+    with pytest.raises(ConfigError, match=text):
+        build(group_of_two, bf16=True, **fields)

@@ -70,8 +70,10 @@ def check(pool, case, layout, batch, **options):
     return got
 
 
-@pytest.mark.parametrize("comm_type", COMM_TYPES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "comm_type"),
+    [*(("grouped_heads", name) for name in COMM_TYPES), *((name, "p2p") for name in MODELS if name != "grouped_heads")],
+)
 def test_dense_model_equals_reference(pool, model, comm_type):
     shape, fields = MODELS[model]
     types = [comm_type, "all_gather"] if model == "one_algorithm_for_each_layer" else comm_type
@@ -119,6 +121,13 @@ def every_layout_of_four():
 def test_sequence_over_four_ranks_equals_reference(pool, layout, is_per_token):
     case = make_case(SHAPE, **EXPERTS, calculate_per_token_loss=is_per_token)
     check(pool, case, layout, masked_batch(UNEVEN, seq_length=SEQ_LENGTH))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("comm_type", COMM_TYPES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_dense_model_equals_reference(pool, model, comm_type):
+    test_dense_model_equals_reference(pool, model, comm_type)
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Checkpoints of layers and experts split over TP, EP and ETP: boxes that tile, and other layouts that load them."""
+"""Checkpoints of layouts of TP, CP, EP and ETP: boxes that tile, and other layouts that load them."""
 
 import itertools
 
@@ -25,13 +25,16 @@ LAYOUTS = [
     moe(tp=tp, dp=4 // tp, ep=ep, etp=etp)
     for tp, ep, etp in itertools.product((1, 2), (1, 2, 4), (1, 2))
     if 4 % (ep * etp) == 0
-]
+] + [moe(cp=2, ep=2, etp=1), moe(tp=1, dp=2, cp=2, ep=2, etp=2)]
 
 
 def build(layout, vocab_size=16, true_vocab_size=None):
     """The model of this rank."""
     parallel_state.initialize_model_parallel(
-        layout.tp, expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp
+        layout.tp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
     )
     config = CASE.config(layout)
     model = GPTModel(
@@ -109,6 +112,7 @@ def load_into(layout, folder, vocab_size, true_vocab_size=13):
         (moe(ep=2, etp=1), Layout()),
         (moe(dp=2, ep=2, etp=2), Layout()),
         (Layout(), moe(etp=2)),
+        (moe(tp=1, cp=2, ep=2, etp=1), moe(cp=2, ep=4, etp=1)),
         (moe(ep=2, etp=1), moe(dp=2, ep=4, etp=1)),
     ],
     ids=str,
