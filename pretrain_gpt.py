@@ -19,16 +19,17 @@ from megatron.core.errors import USER_ERRORS, ConfigError, exit_code
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.utils.device import resolve_device
+from megatron.core.utils.unwrap import unwrap_model
 from megatron.core.utils.upcast import upcast
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.batch import ATTENTION_MASK, get_batch
-from megatron.training.data_loaders import core_gpt_dataset_config_from_args
+from megatron.training.data_loaders import core_gpt_dataset_config_from_args, ships_attention_mask
 from megatron.training.global_vars import get_args, get_tokenizer
 from megatron.training.training import pretrain
 
 
-def model_provider(pre_process: bool = True, post_process: bool = True) -> GPTModel:
-    """Build the GPT model of this rank from the arguments."""
+def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
+    """Build a chunk of the GPT model from the arguments."""
     args = get_args()
     config = core_transformer_config_from_args(args)
     return GPTModel(
@@ -47,6 +48,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True) -> GPTMo
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         true_vocab_size=get_tokenizer().vocab_size,
+        vp_stage=vp_stage,
     )
 
 
@@ -65,16 +67,21 @@ def loss_func(
 
 
 def forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """Run the model on the next micro batch; returns token losses [b, s] and the function that sums them."""
-    device = resolve_device(get_args().device)
-    batch = get_batch(data_iterator, device, parallel_state.get_process_group_collection().cp)
-    token_losses = model(
-        batch["tokens"],
-        batch["position_ids"],
+    """Run the model on the next micro batch; returns token losses [b, s] and the function that sums them.
+
+    Only the first and the last pipeline stage read data, unless masks are made with it; others return hidden states.
+    """
+    args, chunk = get_args(), unwrap_model(model)
+    batch: dict[str, torch.Tensor] = {}
+    if chunk.pre_process or chunk.post_process or ships_attention_mask(args):
+        batch = get_batch(data_iterator, resolve_device(args.device), parallel_state.get_process_group_collection().cp)
+    output = model(
+        batch.get("tokens"),
+        batch.get("position_ids"),
         attention_mask=batch.get(ATTENTION_MASK),
-        labels=batch["labels"],
+        labels=batch.get("labels"),
     )
-    return token_losses, partial(loss_func, batch["loss_mask"])
+    return output, partial(loss_func, batch.get("loss_mask"))
 
 
 def train_valid_test_datasets_provider(num_samples: list[int | None]) -> tuple[Any, Any, Any]:

@@ -104,6 +104,25 @@ def num_real_rows(param: torch.nn.Parameter) -> int | None:
     return getattr(param, "num_real_rows", None)
 
 
+def mark_shared_embedding(param: torch.nn.Parameter, is_copy: bool) -> None:
+    """Note that first and last pipeline stage hold the same matrix `param` [v, h]: gradients are summed over both.
+
+    `is_copy` marks the one of the last stage, which counts in no norm.
+    """
+    param.shared_embedding = True  # type: ignore[attr-defined]
+    param.shared = is_copy  # type: ignore[attr-defined]
+
+
+def is_shared_embedding(param: torch.nn.Parameter) -> bool:
+    """True for the matrix `param` [any] of which first and last pipeline stage have a copy each."""
+    return getattr(param, "shared_embedding", False)
+
+
+def is_second_copy(param: torch.nn.Parameter) -> bool:
+    """True if another pipeline stage has the copy of `param` [any] that counts."""
+    return getattr(param, "shared", False)
+
+
 def has_param_attrs(param: torch.nn.Parameter) -> bool:
     """True if a layer of this tree allocated `param` [any]."""
     return hasattr(param, _ATTRS_NAME)

@@ -14,6 +14,8 @@ from megatron.core.configs.base import ConfigTopic, Violation, violation
 from megatron.core.configs.compat import judge as judge_rules
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator, build_batch_size_law
+from megatron.core.pipeline_parallel.actions import PlanShape
+from megatron.core.pipeline_parallel.plans.interleaved import check_groups
 from megatron.core.transformer.moe.token_dispatcher import dispatcher_class
 from megatron.training.argument_factory import GivenArguments
 from megatron.training.check_rules import TRAINING_RULES
@@ -193,6 +195,8 @@ def _batch_problems(args: argparse.Namespace, given: GivenArguments) -> list[str
             args.rampup_batch_size, args.global_batch_size, args.step_batch_size_schedule, args.seq_length
         )
         NumMicroBatchesCalculator(law, micro, ranks)
+        for size in law.all_batch_sizes():
+            _check_microbatch_groups(args, size // (micro * ranks))
     except ConfigError as error:
         return [str(error).rstrip(".")]
     evaluation = (args.eval_micro_batch_size or 1) * ranks
@@ -202,6 +206,14 @@ def _batch_problems(args: argparse.Namespace, given: GivenArguments) -> list[str
         remedy = f"make --eval-global-batch-size a multiple of {evaluation}"
         return [str(violation(args, names, "each rank evaluates whole microbatches", remedy))]
     return []
+
+
+def _check_microbatch_groups(args: argparse.Namespace, num_microbatches: int) -> None:
+    """Raise a ConfigError if an interleaved schedule cannot run this number of microbatches."""
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    if chunks > 1:
+        group_size, stages = args.microbatch_group_size_per_vp_stage, args.pipeline_model_parallel_size
+        check_groups(PlanShape(num_microbatches, False, chunks, stages, microbatch_group_size=group_size))
 
 
 def make_environment_deterministic() -> list[str]:

@@ -52,9 +52,14 @@ def core_gpt_dataset_config_from_args(args: argparse.Namespace) -> GPTDatasetCon
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.create_attention_mask_in_dataloader and args.reset_attention_mask,
+        create_attention_mask=ships_attention_mask(args),
         **_optional_fields(args),
     )
+
+
+def ships_attention_mask(args: argparse.Namespace) -> bool:
+    """Whether batches hold masks: those that hide earlier documents, if the loader is to make them."""
+    return args.create_attention_mask_in_dataloader and args.reset_attention_mask
 
 
 def _optional_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -187,6 +192,11 @@ def _repeat(loader: Iterable[Batch]) -> DataIterator:
         yield from loader
 
 
+def _once(loader: Iterable[Batch]) -> DataIterator:
+    """Draw from a loader until it is empty; its workers start with the first draw, on ranks that need data."""
+    yield from loader
+
+
 class WholeSet:
     """Draws the batches of one validation set again and again; `num_batches` make a pass, on every rank alike."""
 
@@ -206,7 +216,7 @@ def _iterate(loader: Iterable[Batch] | None, args: argparse.Namespace, split: Sp
         return None
     if isinstance(loader, DataLoader) and split is Split.valid and args.full_validation:
         return WholeSet(loader)
-    return _repeat(loader) if args.dataloader_type == "cyclic" else iter(loader)
+    return _repeat(loader) if args.dataloader_type == "cyclic" else _once(loader)
 
 
 def build_train_valid_test_data_iterators(

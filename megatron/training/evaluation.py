@@ -15,7 +15,7 @@ from megatron.core.utils.groups import group_size
 from megatron.core.utils.logging import emit
 from megatron.training.data_loaders import WholeSet
 from megatron.training.train_state import TrainingRun
-from megatron.training.train_step import mean_losses, sum_losses
+from megatron.training.train_step import chunk_iterators, mean_losses, sum_losses
 from megatron.training.writers import write_scalars
 
 MAX_PPL_EXPONENT = 20
@@ -38,7 +38,7 @@ def evaluate(run: TrainingRun, data_iterator: Iterator[Any] | None, eval_iters: 
     for _ in range(eval_iters):
         reports = get_forward_backward_func()(
             forward_step_func=run.forward_step_func,
-            data_iterator=data_iterator,
+            data_iterator=chunk_iterators(data_iterator, num_microbatches, len(run.model)),
             model=run.model,
             num_microbatches=num_microbatches,
             seq_length=args.seq_length,
@@ -47,7 +47,7 @@ def evaluate(run: TrainingRun, data_iterator: Iterator[Any] | None, eval_iters: 
         )
         totals = sum_losses([totals, *reports])
     _set_mode(run.model, training=True)
-    return mean_losses(totals, run.pg_collection.dp_cp)
+    return mean_losses(totals, run.pg_collection)
 
 
 def _set_mode(model: Sequence[torch.nn.Module], training: bool) -> None:

@@ -10,6 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import OptimizerParamScheduler, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils.groups import group_rank, group_size
 from megatron.training.arguments import ddp_config_from_args, optimizer_config_from_args
 
 
@@ -19,19 +20,34 @@ def build_model(
     device: torch.device,
     pg_collection: ProcessGroupCollection,
 ) -> list[torch.nn.Module]:
-    """Build the model chunk of this rank, move it to the device and wrap it for data parallelism.
+    """Build the model chunks of this rank, move them to the device and wrap them for data parallelism.
 
     Weights are drawn on the CPU by global name before the move, so all ranks of a data-parallel group start equal and
     nothing has to be broadcast.
     """
-    module = model_provider(pre_process=True, post_process=True).to(device)
-    wrapped = DistributedDataParallel(
-        config=module.config,
-        ddp_config=ddp_config_from_args(args),
-        module=module,
-        pg_collection=pg_collection,
-    )
-    return [wrapped]
+    modules = build_chunks(model_provider, args.virtual_pipeline_model_parallel_size or 1, pg_collection)
+    return [
+        DistributedDataParallel(
+            config=module.config,  # type: ignore[arg-type]
+            ddp_config=ddp_config_from_args(args),
+            module=module.to(device),
+            pg_collection=pg_collection,
+        )
+        for module in modules
+    ]
+
+
+def build_chunks(
+    model_provider: Callable[..., torch.nn.Module], num_chunks: int, pg_collection: ProcessGroupCollection
+) -> list[torch.nn.Module]:
+    """Build the chunks of this pipeline rank, first to last; only a provider of several is asked for `vp_stage`."""
+    ranks, rank = group_size(pg_collection.pp), group_rank(pg_collection.pp)
+    chunks = []
+    for chunk in range(num_chunks):
+        stage = chunk * ranks + rank
+        ends = {"pre_process": stage == 0, "post_process": stage == ranks * num_chunks - 1}
+        chunks.append(model_provider(**ends) if num_chunks == 1 else model_provider(**ends, vp_stage=chunk))
+    return chunks
 
 
 def complete_parameters(model: Sequence[torch.nn.Module]) -> None:

@@ -1,14 +1,18 @@
 """One training step: gradients of all microbatches, then the optimizer, then the schedule of the learning rate."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice, tee
 from math import isfinite
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils.collectives import all_reduce
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils.collectives import all_reduce, broadcast_object
+from megatron.core.utils.groups import group_size
 from megatron.training.train_state import StepResult, TrainingRun
 
 
@@ -25,17 +29,33 @@ def sum_losses(reports: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch
     return totals
 
 
-def mean_losses(totals: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> dict[str, float]:
-    """Turn the summed pairs of this rank into token-weighted means over the ranks of `group`.
+def mean_losses(totals: Mapping[str, torch.Tensor], groups: ProcessGroupCollection) -> dict[str, float]:
+    """Turn the summed pairs of this rank into token-weighted means over the whole batch, known on every rank.
+
+    Only the last pipeline stage has pairs; it tells the others.
 
     Shapes: per key [2] -> a number per key; 0 where no token counts.
-    Host:   one all-reduce of all pairs together, then one read.
+    Host:   one all-reduce of all pairs together, then one read; with several stages a broadcast.
     """
+    return broadcast_object(_mean_losses(totals, groups.dp_cp), groups.pp, group_src=group_size(groups.pp) - 1)
+
+
+def _mean_losses(totals: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> dict[str, float]:
     if not totals:
         return {}
     pairs = torch.stack(list(totals.values()))  # [keys, 2]
     all_reduce(pairs, group)
     return {key: total / count if count else 0.0 for key, (total, count) in zip(totals, pairs.tolist(), strict=True)}
+
+
+def chunk_iterators(iterator: Iterator[Any] | None, num_microbatches: int, num_chunks: int) -> list[Any]:
+    """Iterators for the chunks of this rank, each over the same next `num_microbatches` batches.
+
+    A chunk that needs no data leaves its iterator alone; batches are drawn when the first chunk asks for them.
+    """
+    if iterator is None or num_chunks == 1:
+        return [iterator] * num_chunks
+    return list(tee(islice(iterator, num_microbatches), num_chunks))
 
 
 def refuse_non_finite(losses: Mapping[str, float], iteration: int) -> None:
@@ -55,14 +75,14 @@ def compute_gradients(run: TrainingRun) -> dict[str, float]:
     run.optimizer.zero_grad()
     reports = get_forward_backward_func()(
         forward_step_func=run.forward_step_func,
-        data_iterator=run.train_iterator,
+        data_iterator=chunk_iterators(run.train_iterator, get_num_microbatches(), len(run.model)),
         model=run.model,
         num_microbatches=get_num_microbatches(),
         seq_length=run.args.seq_length,
         micro_batch_size=run.args.micro_batch_size,
         forward_only=False,
     )
-    return mean_losses(sum_losses(reports), run.pg_collection.dp_cp)
+    return mean_losses(sum_losses(reports), run.pg_collection)
 
 
 def train_step(run: TrainingRun) -> StepResult:

@@ -25,11 +25,13 @@ from megatron.core.module_api.global_names import named_global_parameters
 from megatron.core.module_api.weight_init import local_slice
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.param_attrs import param_attrs
+from megatron.core.pipeline_layout import num_chunks
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_logging import LOSS_LABELS, MoEMetrics
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.training.model_setup import build_chunks
 from tests.common.collective_log import CollectiveLog
 from tests.common.forced_router import Plan, forced_routing
 from tests.common.reference import Batch, StepResult
@@ -49,6 +51,11 @@ class Layout:
     cp: int = 1
     cp_comm_type: str = "p2p"
     etp: int | None = None
+    pp: int = 1
+    vpp: int | None = None
+    pipeline_layout: str | None = None
+    group_size: int | None = None
+    overlap_p2p: bool = True
     micro_batch_size: int = 1
     dispatcher: str = "alltoall"
     is_grouped: bool = False
@@ -66,7 +73,7 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp * self.tp * self.cp
+        return self.dp * self.tp * self.cp * self.pp
 
     @property
     def sequence_shards(self) -> int:
@@ -99,6 +106,11 @@ class ModelCase:
             cp_comm_type=layout.cp_comm_type,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp,
+            pipeline_model_parallel_layout=layout.pipeline_layout,
+            microbatch_group_size_per_vp_stage=layout.group_size,
+            overlap_p2p_comm=layout.overlap_p2p,
             moe_token_dispatcher_type=layout.dispatcher,
             moe_grouped_gemm=layout.is_grouped,
             gradient_accumulation_fusion=layout.fuses_wgrad,
@@ -147,11 +159,12 @@ def join_ranks(ranks: Sequence[RankStep]) -> StepResult:
     for rank in ranks[1:]:
         assert rank.grad_norm == ranks[0].grad_norm, f"gradient norms {[r.grad_norm for r in ranks]}"
         assert rank.aux == ranks[0].aux, f"logged values {[r.aux for r in ranks]}"
-        for layer, bias in rank.expert_bias.items():
-            assert torch.equal(bias, ranks[0].expert_bias[layer]), f"expert bias of layer {layer} differs between ranks"
+    biases: dict[int, torch.Tensor] = {}
+    for layer, bias in (item for rank in ranks for item in rank.expert_bias.items()):
+        assert torch.equal(bias, biases.setdefault(layer, bias)), f"expert bias of layer {layer} differs between ranks"
     maps = {}
-    for layer in ranks[0].routing_maps:
-        rows = {token: row for rank in ranks for token, row in rank.routing_maps[layer].items()}
+    for layer in sorted({layer for rank in ranks for layer in rank.routing_maps}):
+        rows = {token: row for rank in ranks for token, row in rank.routing_maps.get(layer, {}).items()}
         maps[layer] = torch.stack([rows[token] for token in sorted(rows)])
     sums = torch.stack([rank.loss_sums for rank in ranks]).sum(0)
     return StepResult(
@@ -161,7 +174,7 @@ def join_ranks(ranks: Sequence[RankStep]) -> StepResult:
         aux=ranks[0].aux,
         routing_maps=maps,
         tokens_per_expert={layer: routing_map.sum(0) for layer, routing_map in maps.items()},
-        expert_bias=ranks[0].expert_bias,
+        expert_bias=biases,
         grad_norm=ranks[0].grad_norm,
         logs=[rank.log for rank in ranks],
         counters=ranks[0].counters,
@@ -191,6 +204,7 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
     """The job of one rank."""
     parallel_state.initialize_model_parallel(
         layout.tp,
+        layout.pp,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
@@ -198,12 +212,12 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
     config = case.config(layout)
     config.finalize_model_grads_func = finalize_model_grads
     counters = _choose_schedule(config, layout)
-    shape = {f.name: getattr(case.shape, f.name) for f in fields(case.shape)}
-    model = GPTModel(config, get_gpt_decoder_block_spec(config), **shape)
-    load_weights(model, weights)
-    routers = {m.layer_number - 1: m for m in model.modules() if isinstance(m, TopKRouter)}
+    models = _build_chunks(config, case.shape)
+    load_weights(models, weights)
+    routers = {m.layer_number - 1: m for model in models for m in model.modules() if isinstance(m, TopKRouter)}
     for layer, bias in options.get("expert_bias", {}).items():
-        routers[layer].expert_bias.copy_(bias)
+        if layer in routers:
+            routers[layer].expert_bias.copy_(bias)
     ddp_config = DistributedDataParallelConfig(
         overlap_grad_reduce=layout.overlap_grad_reduce,
         bucket_size=layout.bucket_size,
@@ -211,7 +225,7 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
         use_distributed_optimizer=layout.use_distributed_optimizer,
         overlap_param_gather=layout.overlap_param_gather,
     )
-    chunk = DistributedDataParallel(config, ddp_config, model)
+    chunks = [DistributedDataParallel(config, ddp_config, model) for model in models]
     settings = OptimizerConfig(
         optimizer="sgd",
         lr=options.get("learning_rate", 0.1),
@@ -221,29 +235,30 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
         bf16=layout.dtype is torch.bfloat16,
         use_distributed_optimizer=layout.use_distributed_optimizer,
     )
-    optimizer = get_megatron_optimizer(settings, [chunk])
+    optimizer = get_megatron_optimizer(settings, chunks)
     result = RankStep(
         torch.zeros(2, dtype=torch.float64), {}, {}, None, {}, {layer: {} for layer in routers}, {}, [], counters
     )
     with ExitStack() as stack:
-        forced = stack.enter_context(forced_routing(model, plan)) if plan is not None else None
+        forced = [stack.enter_context(forced_routing(model, plan)) for model in models] if plan is not None else []
         for step in range(steps):
             blocks = _blocks_of_rank(batch, layout)
             ids = [shard_token_ids(block, batch.tokens.shape[1], layout) for block in blocks]
             hooks = [] if step else _record_routing(routers, ids, result.routing_maps)
             with CollectiveLog() as log:
                 work = list(zip(blocks, ids, strict=True))
-                sums = _run_microbatches(chunk, batch, work, forced, layout.delays_wgrad and not layout.overlap)
+                sums = _run_microbatches(chunks, batch, work, forced, layout.delays_wgrad and not layout.overlap)
                 grads = {s.name: _shard(s.param, s.tensors["main_grad"]) for s in optimizer.whole_state()}
                 _, norm, _ = optimizer.step()
             for hook in hooks:
                 hook.remove()
             if step == 0:
                 result.loss_sums, result.grads, result.grad_norm, result.log = sums, grads, norm, log.records
-                logged = MoEMetrics([chunk]).reduce_and_reset(len(blocks))
+                logged = MoEMetrics(chunks).reduce_and_reset(len(blocks))
                 result.aux = {kind: logged[label] for kind, label in LOSS_LABELS.items() if label in logged}
-    chunk.finish_param_sync()
-    result.params = {n: _shard(p, p.detach()) for n, p in named_global_parameters(chunk)}
+    for chunk in chunks:
+        chunk.finish_param_sync()
+        result.params |= {n: _shard(p, p.detach()) for n, p in named_global_parameters(chunk)}
     result.expert_bias = {layer: r.expert_bias for layer, r in routers.items() if r.expert_bias is not None}
     return result
 
@@ -301,7 +316,7 @@ def _record_routing(routers, ids_of_blocks, into) -> list[Any]:
     return hooks
 
 
-def _run_microbatches(chunk, batch, blocks, forced, delays_wgrad) -> torch.Tensor:
+def _run_microbatches(chunks, batch, blocks, forced, delays_wgrad) -> torch.Tensor:
     """Clear the gradients, run all microbatches, finalise; returns [loss sum, tokens] of this rank.
 
     A block is the samples of a microbatch and the global ids of the tokens that this rank routes. Delayed weight
@@ -311,8 +326,8 @@ def _run_microbatches(chunk, batch, blocks, forced, delays_wgrad) -> torch.Tenso
 
     def forward_step(data_iterator, model):
         samples, ids = next(data_iterator)
-        if forced is not None:
-            forced.token_ids = ids
+        for routing in forced:
+            routing.token_ids = ids
         positions = torch.arange(seq_length).expand(len(samples), seq_length)
         tokens, positions, labels, mask = (
             cut_for_rank(whole, 1)
@@ -332,16 +347,17 @@ def _run_microbatches(chunk, batch, blocks, forced, delays_wgrad) -> torch.Tenso
 
         return losses, loss_func
 
-    chunk.zero_grad_buffer()
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
     reports = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(blocks),
-        model=[chunk],
+        data_iterator=[iter(blocks) for _ in chunks],
+        model=chunks,
         num_microbatches=len(blocks),
         seq_length=seq_length,
         micro_batch_size=len(blocks[0][0]),
     )
-    return torch.stack([report["lm loss"] for report in reports]).sum(0)
+    return sum((report["lm loss"] for report in reports), torch.zeros(2, dtype=torch.float64))
 
 
 def _flush_after_backward(queue: WgradQueue, grad: torch.Tensor) -> None:
@@ -350,15 +366,30 @@ def _flush_after_backward(queue: WgradQueue, grad: torch.Tensor) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(queue.flush)
 
 
-def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+def _build_chunks(config: TransformerConfig, shape: GptShape) -> list[GPTModel]:
+    """The chunks of this rank."""
+    arguments = {f.name: getattr(shape, f.name) for f in fields(shape)}
+
+    def provide(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> GPTModel:
+        spec = get_gpt_decoder_block_spec(config)
+        return GPTModel(
+            config, spec, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, **arguments
+        )
+
+    return build_chunks(provide, num_chunks(config), ProcessGroupCollection.use_mpu_process_groups())
+
+
+def load_weights(model: torch.nn.Module | Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor]) -> None:
     """Cut this rank's shards out of full tensors; every parameter must be given, and each shard fits."""
-    for name, param in named_global_parameters(model):
+    chunks = [model] if isinstance(model, torch.nn.Module) else model
+    parameters = {name: param for chunk in chunks for name, param in named_global_parameters(chunk)}
+    for name, param in parameters.items():
         assert name in weights, f"no weight for {name}; known are {sorted(weights)}"
         part = local_slice(weights[name], tuple(param.shape), param_attrs(param))
         assert part.shape == param.shape, f"{name}: weight {tuple(part.shape)}, parameter {tuple(param.shape)}"
         with torch.no_grad():
             param.copy_(part)
-    unused = set(weights) - {name for name, _ in named_global_parameters(model)}
+    unused = set(weights) - set(parameters)
     if ProcessGroupCollection.use_mpu_process_groups().world is not None:
         by_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, unused)

@@ -35,22 +35,7 @@ def _not_yet(row_id: str, feature: str, fields: str, violated_if: Callable[[Any]
     return Rule(row_id, "not_yet", feature, fields, violated_if, f"{feature} is not there yet", remedy)
 
 
-NOT_YET: tuple[Rule, ...] = (
-    _not_yet(
-        "pp",
-        "pipeline parallelism",
-        "pipeline_model_parallel_size",
-        above_one("pipeline_model_parallel_size"),
-        "set --pipeline-model-parallel-size 1",
-    ),
-    _not_yet(
-        "vpp",
-        "interleaved pipeline schedule",
-        "virtual_pipeline_model_parallel_size",
-        above_one("virtual_pipeline_model_parallel_size"),
-        "drop --num-virtual-stages-per-pipeline-rank",
-    ),
-)
+NOT_YET: tuple[Rule, ...] = ()
 
 
 def _experts_not_divided(config: Any) -> bool:

@@ -7,23 +7,17 @@ from typing import Any, Literal
 from megatron.core.configs.base import Violation, violation
 from megatron.core.configs.flag_spec import NO_FLAG, knob
 from megatron.core.configs.overlap import OverlapConfig
-from megatron.core.configs.precision import PrecisionConfig
+from megatron.core.configs.pipeline import PipelineConfig
 
 CpCommType = Literal["p2p", "all_gather", "allgather", "a2a", "a2a+p2p"]
 
 
 @dataclasses.dataclass(kw_only=True)
-class ModelParallelConfig(OverlapConfig, PrecisionConfig):
+class ModelParallelConfig(OverlapConfig, PipelineConfig):
     """Parallelism of the model."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that share each weight matrix (TP)."""
-
-    pipeline_model_parallel_size: int = 1
-    """Ranks that share the layers as stages (PP)."""
-
-    virtual_pipeline_model_parallel_size: int | None = knob(None, flag="--num-virtual-stages-per-pipeline-rank")
-    """Chunks of layers on each pipeline rank (VPP)."""
 
     context_parallel_size: int = 1
     """Ranks that share each sequence (CP)."""

@@ -3,10 +3,11 @@
 import dataclasses
 
 from megatron.core.configs.architecture import ArchitectureConfig
-from megatron.core.configs.base import Violation
+from megatron.core.configs.base import Violation, violation
 from megatron.core.configs.compat import judge
 from megatron.core.configs.moe import MoEConfig
 from megatron.core.configs.parallel import ModelParallelConfig
+from megatron.core.pipeline_layout import derive_num_chunks, layout_problem
 
 _OTHER_SPELLINGS = {"allgather": "all_gather"}
 
@@ -18,10 +19,12 @@ class TransformerConfig(MoEConfig, ArchitectureConfig, ModelParallelConfig):
     def derive(self) -> None:
         """Values that follow from other topics."""
         self.fill("moe_ffn_hidden_size", self.ffn_hidden_size, "ffn_hidden_size")
+        derive_num_chunks(self)
 
     def check(self) -> list[Violation]:
         """The rules that span topics."""
-        return judge(self)
+        problem = layout_problem(self)
+        return judge(self) + ([] if problem is None else [violation(self, *problem)])
 
     @property
     def cp_comm_types(self) -> list[str]:

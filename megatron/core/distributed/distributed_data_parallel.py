@@ -37,6 +37,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
 )
 from megatron.core.distributed.param_gather import ParamGather
 from megatron.core.distributed.param_layout import BufferLayout, bucket_alignment, default_bucket_size, plan_buffer
+from megatron.core.param_attrs import is_shared_embedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils.collectives import broadcast
 from megatron.core.utils.groups import group_rank, group_size
@@ -156,7 +157,9 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _plan(self, params: list[torch.nn.Parameter], group: dist.ProcessGroup | None) -> BufferLayout:
         alignment = bucket_alignment(group_size(group), self.ddp_config.pad_buckets_for_high_nccl_busbw)
-        return plan_buffer([param.numel() for param in params], self._bucket_size, alignment, packed_units(params))
+        alone = [i for i, param in enumerate(params) if is_shared_embedding(param)]
+        sizes = [param.numel() for param in params]
+        return plan_buffer(sizes, self._bucket_size, alignment, packed_units(params), alone)
 
     def _order_buckets(self) -> None:
         """Sort by the parameter that backward reaches last, and number the buckets anew."""

@@ -5,7 +5,8 @@ Steps:
     2. sum the gradients that tensor-parallel ranks have in parts: norms and biases on sequence shards, routers, the
        gate of shared experts, norms of single heads;
     3. sum the step counts of all modules in one all-reduce and hand them back (expert bias);
-    4. per-token loss: divide by the number of tokens of the global batch.
+    4. sum the gradient of an embedding that is also the output matrix over the first and the last pipeline stage;
+    5. per-token loss: divide by the number of tokens of the global batch.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import torch
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import get_main_grad
-from megatron.core.param_attrs import needs_sum_over_tp
+from megatron.core.param_attrs import is_shared_embedding, needs_sum_over_tp
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils.collectives import all_reduce
 from megatron.core.utils.groups import group_size
@@ -27,7 +28,8 @@ def finalize_model_grads(
 ) -> None:
     """Complete the gradients of one step; every rank calls it once per step.
 
-    `num_tokens` [] or [1] holds this rank's unmasked tokens of the step and is given with a per-token loss only.
+    `num_tokens` [] or [1] holds the unmasked tokens of the step that this rank counted (the last pipeline stage counts
+    them, others have none) and is given with a per-token loss only.
     """
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     # Step 1
@@ -38,6 +40,8 @@ def finalize_model_grads(
     # Step 3
     apply_step_counts(model_chunks, groups)
     # Step 4
+    sum_shared_embedding(model_chunks, groups)
+    # Step 5
     if num_tokens is not None:
         scale_by_token_count(model_chunks, num_tokens, groups)
 
@@ -82,11 +86,23 @@ def apply_step_counts(model_chunks: Sequence[torch.nn.Module], groups: ProcessGr
         module.apply_step_counts(total)
 
 
+def sum_shared_embedding(model_chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
+    """Sum the main gradients of the two copies of a shared embedding; other ranks do nothing.
+
+    Both copies have a bucket of their own, so that a sharded optimizer cuts them at the same places.
+    """
+    for chunk in model_chunks:
+        for param in chunk.parameters():
+            if param.requires_grad and is_shared_embedding(param):
+                all_reduce(get_main_grad(param), groups.embd)
+
+
 def scale_by_token_count(
     model_chunks: Sequence[DistributedDataParallel], num_tokens: torch.Tensor, groups: ProcessGroupCollection
 ) -> None:
     """Divide all gradients by the global token count, at least 1; the count stays on the device."""
     total = num_tokens.detach().clone()
+    all_reduce(total, groups.pp)
     all_reduce(total, groups.dp_cp)
     factor = total.clamp(min=1).to(torch.float64).reciprocal().squeeze()
     for chunk in model_chunks:

@@ -12,8 +12,9 @@ views lie at equal distances. Buckets divide into equal shards, one for each ran
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 PARAM_ALIGNMENT = 64
 """Elements; each gradient starts at such a multiple, 256 bytes in fp32, for kernels that write it with wide stores.
@@ -68,13 +69,17 @@ def shard_range(num_elements: int, rank: int, num_shards: int) -> tuple[int, int
 
 
 def plan_buffer(
-    numels: Sequence[int], bucket_size: int | None, alignment: int = 1, units: Sequence[int] | None = None
+    numels: Sequence[int],
+    bucket_size: int | None,
+    alignment: int = 1,
+    units: Sequence[int] | None = None,
+    alone: Collection[int] = (),
 ) -> BufferLayout:
     """Lay out parameters of `numels` elements, given in registration order.
 
     A bucket is closed by the unit with which it reaches `bucket_size` elements; None means one bucket for all. Each
     bucket ends at a multiple of `alignment`. `units[i]` is any number that the parameters of one unit share; None makes
-    each parameter a unit.
+    each parameter a unit. The parameters registered as numbers `alone` get a bucket each.
     """
     offsets = [0] * len(numels)
     buckets: list[BucketLayout] = []
@@ -83,16 +88,16 @@ def plan_buffer(
     members_of: dict[int, list[int]] = {}
     for index, unit in enumerate(units or range(len(numels))):
         members_of.setdefault(unit, []).append(index)
-    left = len(numels)
-    for unit in reversed(members_of.values()):
+    queue = list(reversed(members_of.values()))
+    for unit, following in zip_longest(queue, queue[1:]):
         for index in unit:
             offsets[index] = cursor
             cursor = _round_up(cursor + numels[index], PARAM_ALIGNMENT)
         members += unit
         num_filled += sum(numels[index] for index in unit)
-        left -= len(unit)
         is_full = bucket_size is not None and num_filled >= bucket_size
-        if is_full or left == 0:
+        is_border = following is None or not set(alone).isdisjoint(unit) or not set(alone).isdisjoint(following)
+        if is_full or is_border:
             cursor = _round_up(cursor, alignment)
             buckets.append(BucketLayout(tuple(members), start, cursor))
             members, start, num_filled = [], cursor, 0

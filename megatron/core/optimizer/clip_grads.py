@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron.core.param_attrs import is_second_copy
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils.collectives import MAX, SUM, all_reduce
 from megatron.core.utils.groups import group_rank
@@ -37,11 +38,14 @@ class UniqueTensors:
 def unique_tensors(
     pairs: Iterable[tuple[torch.nn.Parameter, torch.Tensor]], groups: ProcessGroupCollection
 ) -> UniqueTensors:
-    """Pick from (parameter, tensor of it) pairs the tensors that count on this rank; a tied parameter counts once."""
+    """Pick from (parameter, tensor of it) pairs the tensors that count on this rank.
+
+    A tied parameter counts once, also if two pipeline stages have a copy each.
+    """
     unique = UniqueTensors()
     seen: set[torch.nn.Parameter] = set()
     for param, tensor in pairs:
-        if param in seen:
+        if param in seen or is_second_copy(param):
             continue
         seen.add(param)
         is_expert = not getattr(param, "allreduce", True)

@@ -16,6 +16,7 @@ from megatron.core.fusions.fused_rope import RotaryTables
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.spec_utils import ModuleSpec, build_module
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.layer_layout import chunk_layers
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -32,10 +33,12 @@ class TransformerBlock(MegatronModule):
     """Decoder layers and the final norm.
 
     Args:
-        spec: Specs of all layers, or of one layer that is repeated `config.num_layers` times.
+        spec: Specs of all layers of the model, or of one layer that is repeated `config.num_layers` times; the block
+            builds those of its chunk.
         post_layer_norm: The block ends with a norm.
         pre_process: The chunk begins with the embedding; otherwise `set_input_tensor` provides the input.
         post_process: The chunk ends with the output layer, so that the final norm is here.
+        vp_stage: Number of the chunk on a rank that holds several.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class TransformerBlock(MegatronModule):
         pre_process: bool = True,
         post_process: bool = True,
         pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
     ) -> None:
         super().__init__(config)
         groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
@@ -53,8 +57,8 @@ class TransformerBlock(MegatronModule):
         self.pre_process, self.post_process = pre_process, post_process
         self.input_tensor: torch.Tensor | None = None
         self.layers = torch.nn.ModuleList(
-            build_module(layer_spec, config=config, layer_number=number, pg_collection=groups)
-            for number, layer_spec in enumerate(submodules.layer_specs, start=1)
+            build_module(submodules.layer_specs[layer], config=config, layer_number=layer + 1, pg_collection=groups)
+            for layer in chunk_layers(config, groups.pp, vp_stage)
         )
         self.final_layernorm: torch.nn.Module | None = None
         if post_process and post_layer_norm and submodules.layer_norm is not None:

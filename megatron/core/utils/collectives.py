@@ -6,6 +6,8 @@ all-gather of one tensor were called `reduce_scatter_tensor` and `all_gather_int
 hangs can say where each rank stands (`last_collective`, read by training/heartbeat.py).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -157,6 +159,33 @@ def start_shift(tensor: torch.Tensor, group: dist.ProcessGroup) -> Shift:
     return Shift(rows, coming.view(tensor.shape), work)
 
 
+@dataclass(frozen=True)
+class Message:
+    """One tensor [...] to or from one rank of a group."""
+
+    tensor: torch.Tensor
+    peer: int
+    """Rank in the group."""
+    is_sent: bool
+
+
+def post_messages(messages: Sequence[Message], group: dist.ProcessGroup | None, as_batch: bool) -> list[dist.Work]:
+    """Start sending and receiving, in order; returns one handle for each message, or one for all of a batch.
+
+    A batch uses the communicator of the whole group and its messages run at the same time; alone, each uses that of the
+    two ranks. Both ends must do the same. The tensors must live until their handle was waited for.
+    """
+    last_collective.note("messages", group)
+    calls = [(dist.isend if message.is_sent else dist.irecv, message) for message in messages]
+    if as_batch:
+        return dist.batch_isend_irecv([dist.P2POp(op, m.tensor, group=group, group_peer=m.peer) for op, m in calls])
+    works = []
+    for op, message in calls:
+        ends = {"group_dst": message.peer} if message.is_sent else {"group_src": message.peer}
+        works.append(op(message.tensor, group=group, **ends))
+    return works
+
+
 def barrier(group: dist.ProcessGroup | None) -> None:
     """Wait until all ranks of `group` are here."""
     if group_size(group) > 1:
@@ -173,12 +202,12 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return values
 
 
-def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """The picklable value of the group's first rank, on every rank."""
+def broadcast_object(value: Any, group: dist.ProcessGroup | None, group_src: int = 0) -> Any:
+    """The picklable value of rank `group_src` of the group, on every rank."""
     values = [value]
     if group_size(group) > 1:
         last_collective.note("broadcast_object", group)
-        dist.broadcast_object_list(values, group=group, group_src=0)
+        dist.broadcast_object_list(values, group=group, group_src=group_src)
     return values[0]
 
 

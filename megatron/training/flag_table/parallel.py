@@ -3,22 +3,14 @@
 from megatron.training.flag_table.rows import ValueRow, negative, no_effect, not_yet, refused, switch, value
 
 FEATURES = (
-    not_yet(
-        "pipeline parallelism",
-        "drop the flag and use --pipeline-model-parallel-size 1",
-        value("--num-layers-per-virtual-pipeline-stage", int),
-        value("--pipeline-model-parallel-layout", str),
-        value("--decoder-first-pipeline-num-layers", int),
-        value("--decoder-last-pipeline-num-layers", int),
-        switch("--account-for-embedding-in-pipeline-split"),
-        switch("--account-for-loss-in-pipeline-split"),
-        value("--microbatch-group-size-per-virtual-pipeline-stage", int, dest="microbatch_group_size_per_vp_stage"),
-        negative("--no-overlap-p2p-communication", "overlap_p2p_comm"),
+    no_effect(
+        "overlap of messages between pipeline stages in warm-up and flush",
+        "they overlap there as everywhere else",
         switch("--overlap-p2p-communication-warmup-flush", dest="overlap_p2p_comm_warmup_flush"),
     ),
     no_effect(
         "alignment of pipeline stages",
-        "there is one pipeline stage",
+        "every stage starts reducing and gathering as soon as it can",
         negative("--no-align-param-gather", "align_param_gather"),
         negative("--no-align-grad-reduce --disable-align-grad-reduce", "align_grad_reduce"),
     ),

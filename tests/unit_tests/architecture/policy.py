@@ -17,6 +17,7 @@ LAYERS: tuple[tuple[tuple[str, ...], ...], ...] = (
             "core.param_attrs",
             "core.deferred_wgrad",
             "core.rank_generator",
+            "core.pipeline_layout",
             "core.graph_state",
             "core.streams",
             "core.step_guard",

@@ -194,7 +194,6 @@ def test_contradiction_names_values_and_remedy(flags, subject, text):
 @pytest.mark.parametrize(
     ("flags", "feature"),
     [
-        ("--pipeline-model-parallel-size 2", "pipeline parallelism"),
         ("--exp-avg-dtype fp8", "scaled moments"),
         ("--num-distributed-optimizer-instances 2", "replicas of the distributed optimizer"),
         ("--recompute-granularity full", "activation recompute"),

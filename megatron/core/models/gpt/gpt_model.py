@@ -19,7 +19,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.language_module import LanguageModule
 from megatron.core.module_api.parameter import hidden_init
 from megatron.core.module_api.spec_utils import ModuleSpec
-from megatron.core.param_attrs import has_param_attrs, mark_real_rows, param_attrs
+from megatron.core.param_attrs import has_param_attrs, mark_real_rows, mark_shared_embedding, param_attrs
 from megatron.core.pipeline_parallel.overlap.protocol import LayerCall, ModelStages
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -45,6 +45,7 @@ class GPTModel(LanguageModule):
         rotary_percent, rotary_base, rope_scaling, rope_scaling_factor, seq_len_interpolation_factor: See
             `RotaryEmbedding`.
         true_vocab_size: Rows that are tokens; the others are left out of the loss. By default all of them.
+        vp_stage: Number of this chunk on a pipeline rank that holds several.
 
     Raises: ConfigError for a position embedding that does not exist here, or a vocabulary larger than its table.
     """
@@ -68,6 +69,7 @@ class GPTModel(LanguageModule):
         seq_len_interpolation_factor: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         true_vocab_size: int | None = None,
+        vp_stage: int | None = None,
     ) -> None:
         true_size = vocab_size if true_vocab_size is None else true_vocab_size
         _check_arguments(position_embedding_type, vocab_size, true_size)
@@ -95,21 +97,25 @@ class GPTModel(LanguageModule):
             pre_process=pre_process,
             post_process=post_process,
             pg_collection=self.pg_collection,
+            vp_stage=vp_stage,
         )
         if post_process:
-            self.output_layer = ColumnParallelLinear(
-                config.hidden_size,
-                vocab_size,
-                config=config,
-                init_method=hidden_init(config),
-                bias=False,
-                gather_output=not parallel_output,
-                skip_weight_param_allocation=pre_process and share_embeddings_and_output_weights,
-                is_embedding_or_output=True,
-                tp_group=self.pg_collection.tp,
-            )
-
+            self.output_layer = self._build_output_layer(vocab_size, parallel_output)
         self._mark_filler_rows()
+        self._mark_shared_embedding()
+
+    def _build_output_layer(self, vocab_size: int, parallel_output: bool) -> ColumnParallelLinear:
+        return ColumnParallelLinear(
+            self.config.hidden_size,
+            vocab_size,
+            config=self.config,
+            init_method=hidden_init(self.config),
+            bias=False,
+            gather_output=not parallel_output,
+            skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+            is_embedding_or_output=True,
+            tp_group=self.pg_collection.tp,
+        )
 
     def _mark_filler_rows(self) -> None:
         """A checkpoint may be padded to another size of vocabulary."""
@@ -117,11 +123,22 @@ class GPTModel(LanguageModule):
             if has_param_attrs(param) and param_attrs(param).is_embedding_or_output:
                 mark_real_rows(param, self.true_vocab_size)
 
+    def _mark_shared_embedding(self) -> None:
+        """On several stages the shared matrix exists twice."""
+        shared = self.shared_embedding_or_output_weight() if self.pre_process or self.post_process else None
+        if shared is not None and self.pre_process != self.post_process:
+            mark_shared_embedding(shared, is_copy=self.post_process)
+
+    def global_name(self, local_name: str) -> str:
+        """Name the last stage's copy of the shared matrix as the first one's: same weights, same checkpoint key."""
+        is_copy = self.share_embeddings_and_output_weights and not self.pre_process
+        return "embedding.word_embeddings.weight" if is_copy and local_name == "output_layer.weight" else local_name
+
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor | None] | None) -> None:
         """Provide the hidden states [s, b, h] that a chunk without embedding starts from; a list holds one entry."""
         self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
-    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
+    def shared_embedding_or_output_weight(self) -> torch.nn.Parameter | None:
         """Return the matrix [v, h] that embedding and output layer share, None if they do not."""
         if not self.share_embeddings_and_output_weights:
             return None
@@ -129,7 +146,7 @@ class GPTModel(LanguageModule):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         decoder_input: torch.Tensor | None = None,

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.overlap.chunk_plan import ChunkPlan
 from megatron.core.pipeline_parallel.overlap.combined_1f1b import run_pair
 from megatron.core.pipeline_parallel.overlap.layer_plan import PlanSettings
 from megatron.core.pipeline_parallel.overlap.protocol import StagedModel
-from megatron.core.pipeline_parallel.step import StepContext, loss_gradient, microbatch_loss
+from megatron.core.pipeline_parallel.step import StepContext, microbatch_loss, output_gradient
 
 
 class OverlapWorker:
@@ -25,46 +25,62 @@ class OverlapWorker:
             delays_wgrad=config.delay_wgrad_compute,
             releases_attention_early=config.ep_overlap_early_attn_memory_release,
         )
-        self._plans: dict[tuple[int, int], tuple[ChunkPlan, torch.Tensor]] = {}
+        self._plans: dict[tuple[int, int], tuple[ChunkPlan, torch.Tensor | None]] = {}
 
     def streams(self) -> AbstractContextManager[None]:
         """The streams of a step."""
         device = next(self.context.chunks[0].parameters()).device
         return streams.step(device, self.context.config.high_priority_a2a_comm_stream)
 
-    def forward(self, action: Action) -> None:
-        """Run one forward with nothing beside it."""
-        self._run(action, None)
+    def forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
+        """Run one forward on `received` [s, b, h] with nothing beside it."""
+        output, _ = self._run(action, None, received, None)
+        assert output is not None, f"{action} returned nothing"
+        return output
 
-    def backward(self, action: Action) -> None:
-        """Run one backward with nothing beside it."""
-        self._run(None, action)
+    def backward(self, action: Action, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Run one backward from `grad` [s, b, h] with nothing beside it."""
+        return self._run(None, action, None, grad)[1]
 
-    def overlap(self, action: Action) -> None:
-        """Run a pair."""
+    def overlap(
+        self, action: Action, received: torch.Tensor | None, grad: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a pair on `received` [s, b, h] and `grad` [s, b, h]."""
         self.settings.counters["pairs overlapped"] += 1
-        self._run(*action.parts)
+        first, second = action.parts
+        output, input_grad = self._run(first, second, received, grad)
+        assert output is not None, f"{action} returned nothing"
+        return output, input_grad
 
-    def _run(self, forward: Action | None, backward: Action | None) -> None:
+    def _run(
+        self,
+        forward: Action | None,
+        backward: Action | None,
+        received: torch.Tensor | None,
+        grad: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Run one or both on `received` [s, b, h] and `grad` [s, b, h]."""
         new = None if forward is None else self._plan(forward)
-        old, grad = None, None
+        old = None
         if backward is not None:
             old, loss = self._plans.pop((backward.chunk, backward.microbatch))
-            grad = loss_gradient(self.context, loss)
-        output, _ = run_pair(new, old, grad=grad)
+            grad = output_gradient(self.context, loss, grad)
+        output, input_grad = run_pair(new, old, received, grad)
         if forward is not None and new is not None:
-            assert output is not None, f"{forward} returned nothing"
-            self._plans[forward.chunk, forward.microbatch] = new, output
+            loss = output if self.context.is_last(forward.chunk) else None
+            self._plans[forward.chunk, forward.microbatch] = new, loss
+        return output, input_grad
 
     def _plan(self, action: Action) -> ChunkPlan:
         """Let the user's forward step call the model, note the call, and cut it up."""
         chunk = self.context.chunks[action.chunk]
         recorder = _CallRecorder(chunk)
         _, loss_func = self.context.forward_step_func(self.context.data_iterators[action.chunk], recorder)
+        is_last = self.context.is_last(action.chunk)
         stages = _staged(chunk).build_schedule_plan(*recorder.args, **recorder.kwargs)
         return ChunkPlan(
             stages,
-            lambda output: microbatch_loss(self.context, output, loss_func),
+            lambda output: microbatch_loss(self.context, output, loss_func) if is_last else output,
             f"{action.chunk}.{action.microbatch}",
             self.settings,
         )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.core.configs.compat import NOT_YET, RULES, judge
+from megatron.core.configs.compat import RULES, judge
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.training.check_rules import TRAINING_RULES
 
@@ -62,7 +62,3 @@ def test_row_gives_reason_and_remedy(rule):
 def test_row_is_violated_by_its_example_and_not_by_a_plain_model(rule):
     assert judge(TransformerConfig(**MOE), (rule,)) == []
     assert len(judge(TransformerConfig.draft(**VIOLATORS[rule.id]), (rule,))) == 1
-
-
-def test_missing_features_are_told_from_invalid_ones():
-    assert {rule.id for rule in NOT_YET} == {"pp", "vpp"}

@@ -145,18 +145,6 @@ def test_violation_names_field_and_constraint(fields, subject, constraint):
     assert any(line.startswith(subject) and constraint in line and "; " in line for line in lines), lines
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-    ],
-)
-def test_sizes_that_are_not_there_are_refused_by_name(name):
-    lines = messages(**SIZES, **{name: 2})
-    assert any(line.startswith(f"{name}=2:") and "is not there yet" in line for line in lines)
-
-
 def test_four_entry_pattern_fits_four_layers():
     assert TransformerConfig(**MOE, moe_layer_freq=[1, 0, 1, 0]).moe_layer_freq == [1, 0, 1, 0]
 

@@ -123,6 +123,6 @@ def test_no_microbatches_are_refused():
         run(make_model(), [])
 
 
-def test_messages_between_stages_cannot_be_adjusted_without_stages():
-    with pytest.raises(ConfigError, match=r"adjust_tensor_shapes_fn=<.*: there are no messages between stages"):
+def test_messages_between_stages_cannot_be_adjusted():
+    with pytest.raises(ConfigError, match=r"adjust_tensor_shapes_fn=<.*: all messages between stages are alike"):
         run(make_model(), [[1.0]], adjust_tensor_shapes_fn=len)

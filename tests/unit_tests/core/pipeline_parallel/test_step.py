@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron.core import aux_loss_scale
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.step import StepContext, backward_step, forward_step
+from megatron.core.pipeline_parallel.step import StepContext, forward_step, output_gradient
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
@@ -28,6 +28,11 @@ class Model(torch.nn.Module):
         return aux_loss_scale.attach(6.0 * self.weight, 1.0 * self.aux)
 
 
+def run_backward(context):
+    loss = forward_step(context, chunk=0)
+    torch.autograd.backward(loss, output_gradient(context, loss, None))
+
+
 def gradients(returned, num_microbatches=2, cp_group=None, **config_fields):
     """Gradients of weight and aux, and the token count, of one microbatch; `returned` makes loss_func's result."""
     model = Model()
@@ -39,7 +44,7 @@ def gradients(returned, num_microbatches=2, cp_group=None, **config_fields):
         num_microbatches=num_microbatches,
         pg_collection=ProcessGroupCollection(cp=cp_group),
     )
-    backward_step(context, forward_step(context, chunk=0))
+    run_backward(context)
     tokens = None if context.num_tokens is None else context.num_tokens.item()
     return model.weight.grad.item(), model.aux.grad.item(), tokens
 

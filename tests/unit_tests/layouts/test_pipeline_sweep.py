@@ -1,0 +1,109 @@
+"""Steps cut into pipeline stages equal the fp64 reference: loss, every gradient, norm, counters."""
+
+import pytest
+
+from tests.common.collective_log import compare_logs
+from tests.common.layouts import Layout
+from tests.common.reference_model import GptShape
+from tests.unit_tests.layouts.cases import (
+    SEQ_LENGTH,
+    check_against_reference,
+    make_batch,
+    make_case,
+    masked_batch,
+)
+
+EVEN_VOCAB_SIZE = 14
+"""Rows that two TP ranks share."""
+
+PP2 = Layout(pp=2)
+PP4 = Layout(pp=4)
+PP2_VPP2 = Layout(pp=2, vpp=2)
+PP2_TP2 = Layout(pp=2, tp=2, is_sequence_parallel=True)
+PP2_EP2 = Layout(pp=2, dp=2, ep=2)
+LAYOUTS = [PP2, PP4, PP2_VPP2, PP2_TP2, PP2_EP2]
+SHAPES = {
+    "untied": GptShape(EVEN_VOCAB_SIZE, SEQ_LENGTH),
+    "tied": GptShape(EVEN_VOCAB_SIZE, SEQ_LENGTH, share_embeddings_and_output_weights=True),
+    "tied_learned_positions": GptShape(
+        EVEN_VOCAB_SIZE, SEQ_LENGTH, "learned_absolute", share_embeddings_and_output_weights=True
+    ),
+}
+FIELDS = {
+    "alternating": {"moe_layer_freq": [0, 1, 0, 1], "moe_aux_loss_coeff": 0.01},
+    "moe_on_first_stage": {"moe_layer_freq": [0, 1, 0, 0], "moe_aux_loss_coeff": 0.01},
+    "moe_on_last_stage": {
+        "moe_layer_freq": [0, 0, 0, 1],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 1e-2,
+    },
+    "dense": {"num_moe_experts": None, "moe_layer_freq": 1},
+    "per_token_loss": {"moe_layer_freq": [1, 0, 0, 1], "calculate_per_token_loss": True, "moe_z_loss_coeff": 1e-3},
+}
+VARIANTS = {
+    "blocking_messages": {"overlap_p2p": False},
+    "overlapped_reduction": {"overlap_grad_reduce": True, "bucket_size": 100},
+    "sharded_optimizer": {"use_distributed_optimizer": True},
+    "sharded_overlapped": {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "bucket_size": 100,
+    },
+}
+
+
+def deep_case(shape="untied", fields="alternating"):
+    return make_case(SHAPES[shape], num_layers=4, num_query_groups=2, **FIELDS[fields])
+
+
+def with_fields(layout, **changes):
+    return Layout(**{name: getattr(layout, name) for name in Layout.__dataclass_fields__} | changes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_stages_equal_reference(pool, layout):
+    got = check_against_reference(pool, deep_case("tied"), layout, make_batch())
+    assert compare_logs(got.logs) == []
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+@pytest.mark.parametrize("layout", [PP2, PP2_VPP2], ids=str)
+def test_kinds_of_layers_may_stand_anywhere(pool, layout, fields):
+    check_against_reference(pool, deep_case(fields=fields), layout, masked_batch([6, 1, 0, 3]))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3])
+def test_any_number_of_microbatches_fits_1f1b(pool, num_microbatches):
+    check_against_reference(pool, deep_case("tied_learned_positions"), PP2, make_batch(num_microbatches))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_ways_to_reduce_and_send_change_nothing(pool, variant):
+    layout = with_fields(PP2_VPP2, **({"dp": 2} | VARIANTS[variant]))
+    check_against_reference(pool, deep_case("tied"), layout, make_batch())
+
+
+@pytest.mark.parametrize("text", ["Ettt|tL", "E|t|tt|tL", "Et|tt||tL"])
+def test_uneven_stages_equal_reference(pool, text):
+    check_against_reference(pool, deep_case("tied"), Layout(pp=2, pipeline_layout=text), make_batch())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", ["plain", *VARIANTS])
+@pytest.mark.parametrize("fields", FIELDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_whole_matrix_equals_reference(pool, layout, shape, fields, variant):
+    layout = with_fields(layout, **VARIANTS.get(variant, {}))
+    check_against_reference(pool, deep_case(shape, fields), layout, masked_batch([6, 1, 0, 3]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_microbatches", range(3, 8))
+def test_groups_of_three_equal_reference(pool, num_microbatches):
+    if num_microbatches % 3 == 1:
+        pytest.skip("the last group would be smaller than the pipeline")
+    layout = Layout(pp=2, vpp=2, group_size=3)
+    check_against_reference(pool, deep_case(), layout, make_batch(num_microbatches))
