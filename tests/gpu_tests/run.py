@@ -45,8 +45,9 @@ TWO_GPUS = "tests/gpu_tests/test_two_gpus.py"
 CP_BLOCKS = "tests/gpu_tests/test_context_parallel.py"
 SYMM_MEM = "tests/gpu_tests/test_symm_mem.py"
 SYMM_MEM_RANKS = "tests/gpu_tests/test_symm_mem_two_gpus.py"
+PERMUTE = "tests/gpu_tests/test_permute.py"
 DISPATCH = "tests/gpu_tests/test_dispatch_benchmark.py"
-OWN_PARTS = (LAUNCHES, WGRAD, TWO_GPUS, CP_BLOCKS, SYMM_MEM, SYMM_MEM_RANKS, DISPATCH)
+OWN_PARTS = (LAUNCHES, WGRAD, TWO_GPUS, CP_BLOCKS, SYMM_MEM, SYMM_MEM_RANKS, DISPATCH, PERMUTE)
 """Files that `unit` leaves to parts of their own."""
 PARTS = (
     Part("loss", (f"{LAUNCHES}::test_loss_curves_of_cpu_and_cuda_agree",), 150),
@@ -56,6 +57,7 @@ PARTS = (
     Part("resume", (f"{LAUNCHES}::test_resume_with_dropout_is_bitwise_on_a_gpu",), 120),
     Part("wgrad", (WGRAD, "--deselect", f"{WGRAD}::test_benchmark_sweeps_the_other_shapes"), 120),
     Part("wgrad-sweep", (f"{WGRAD}::test_benchmark_sweeps_the_other_shapes",), 120),
+    Part("permute", (PERMUTE,), 120),
     Part("symm-mem", (SYMM_MEM, "-k", "not rounds and not definition"), 120),
     Part("symm-mem-cases", (SYMM_MEM, "-k", "definition"), 120),
     Part("symm-mem-rounds", (SYMM_MEM, "-k", "rounds"), 120),

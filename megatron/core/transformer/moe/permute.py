@@ -10,6 +10,9 @@ of a token up again. Each is the other's gradient.
 Sums run in fp32 at least and are rounded once, in an order that does not depend on the device's scheduling: two runs
 give the same bits.
 
+With `--moe-permute-fusion` kernels do the same along a `RowLayout`, with sums in the same order; without a GPU their
+plain form runs.
+
 `RowShuffle` is the other half: rows that arrive grouped by source rank are regrouped by expert, a plain reordering.
 
 Legend: T tokens, E experts (n on this rank), M rows, h width, W ranks.
@@ -20,6 +23,8 @@ from typing import Any
 
 import torch
 
+from megatron.core.fusions.fused_permute import gather_rows, permute_rows, unpermute_rows
+from megatron.core.fusions.fused_row_layout import RowLayout, row_layout
 from megatron.core.utils.upcast import wide_dtype
 
 
@@ -40,12 +45,29 @@ class RowOrder:
     """T"""
 
 
-def build_row_order(routing_map: torch.Tensor, num_rows: int, rows_per_token: int | None = None) -> RowOrder:
+@dataclass(frozen=True)
+class FusedRowOrder:
+    """The same for kernels."""
+
+    expert_ids: torch.Tensor
+    """int32 [T, K], experts of each token, -1 = none."""
+
+    layout: RowLayout
+    """Which row each of them takes, and what each row holds."""
+
+
+def build_row_order(
+    routing_map: torch.Tensor, num_rows: int, rows_per_token: int | None = None, fused_slots: int | None = None
+) -> RowOrder | FusedRowOrder:
     """Order the True entries of a routing map bool [T, E]; there must be exactly `num_rows` of them.
 
-    `rows_per_token` may be given if it is the same for all tokens: GPUs then sum without sorting again.
+    `rows_per_token` may be given if it is the same for all tokens: GPUs then sum without sorting again. `fused_slots`
+    asks for the form with kernels, and says how many rows a token has at most.
     Host: no synchronisation.
     """
+    if fused_slots is not None:
+        ids = expert_slots(routing_map, fused_slots)
+        return FusedRowOrder(ids, row_layout(ids, routing_map.shape[1], num_rows))
     num_tokens, num_experts = routing_map.shape
     pairs = torch.nonzero_static(routing_map.t(), size=num_rows)  # [M, 2], sorted by expert, then token
     experts, token_ids = pairs[:, 0], pairs[:, 1].contiguous()
@@ -55,19 +77,45 @@ def build_row_order(routing_map: torch.Tensor, num_rows: int, rows_per_token: in
     return RowOrder(token_ids, token_ids * num_experts + experts, slots, num_tokens)
 
 
-def permute(hidden: torch.Tensor, probs: torch.Tensor, order: RowOrder) -> tuple[torch.Tensor, torch.Tensor]:
+def expert_slots(routing_map: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """Ids of the chosen columns: map bool [T, C], at most K true in a row -> int32 [T, K], ascending, -1 = none.
+
+    Host: no synchronisation.
+    """
+    num_tokens, num_columns = routing_map.shape
+    slots = torch.where(routing_map, routing_map.cumsum(dim=1) - 1, num_slots)  # [T, C], K is thrown away
+    columns = torch.arange(num_columns, dtype=torch.int32, device=routing_map.device).expand(num_tokens, -1)
+    ids = torch.full((num_tokens, num_slots + 1), -1, dtype=torch.int32, device=routing_map.device)
+    return ids.scatter_(1, slots, columns)[:, :num_slots].contiguous()
+
+
+def slot_values(per_column: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+    """Pick the slots' values: [T, C], ids int32 [T, K] -> [T, K], zero in empty slots; differentiable."""
+    picked = per_column.gather(1, expert_ids.clamp(min=0).long())
+    return picked.masked_fill(expert_ids < 0, 0)
+
+
+def permute(
+    hidden: torch.Tensor, probs: torch.Tensor, order: RowOrder | FusedRowOrder
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy tokens into rows: hidden [T, h], probs [T, E] -> rows [M, h], row probs [M], dtypes unchanged.
 
     Memory: keeps index tensors for backward, no activation.
     """
+    if isinstance(order, FusedRowOrder):
+        rows, row_probs = permute_rows(hidden, slot_values(probs, order.expert_ids), order.layout)
+        assert row_probs is not None, "probabilities were given"
+        return rows, row_probs
     return _Permute.apply(hidden, probs, order.token_ids, order.pair_ids, order.slots)
 
 
-def unpermute(rows: torch.Tensor, order: RowOrder, dtype: torch.dtype) -> torch.Tensor:
+def unpermute(rows: torch.Tensor, order: RowOrder | FusedRowOrder, dtype: torch.dtype) -> torch.Tensor:
     """Add up the rows of each token: [M, h] -> [T, h] in `dtype`; a token without rows is zero.
 
     Memory: keeps index tensors for backward, no activation.
     """
+    if isinstance(order, FusedRowOrder):
+        return unpermute_rows(rows, order.layout, dtype)
     return _Unpermute.apply(rows, order.token_ids, order.slots, order.num_tokens, dtype)
 
 
@@ -150,16 +198,19 @@ class RowShuffle:
     backward_ids: torch.Tensor
     """int64 [R], the inverse."""
 
+    is_fused: bool = False
+    """Kernels copy the rows."""
+
     def apply(self, rows: torch.Tensor) -> torch.Tensor:
         """Reorder [R, ...] -> [R, ...]."""
-        return _Shuffle.apply(rows, self.forward_ids, self.backward_ids)
+        return _Shuffle.apply(rows, self.forward_ids, self.backward_ids, self.is_fused)
 
     def undo(self, rows: torch.Tensor) -> torch.Tensor:
         """Restore the order from before `apply`, [R, ...] -> [R, ...]."""
-        return _Shuffle.apply(rows, self.backward_ids, self.forward_ids)
+        return _Shuffle.apply(rows, self.backward_ids, self.forward_ids, self.is_fused)
 
 
-def regroup_by_expert(counts: torch.Tensor, num_rows: int) -> RowShuffle:
+def regroup_by_expert(counts: torch.Tensor, num_rows: int, *, is_fused: bool = False) -> RowShuffle:
     """Shuffle rows from (source rank, expert) order into (expert, source rank) order: counts int64 [W, n].
 
     Host: no synchronisation; `num_rows` is the sum of the counts.
@@ -170,7 +221,7 @@ def regroup_by_expert(counts: torch.Tensor, num_rows: int) -> RowShuffle:
     rows = torch.arange(num_rows, device=counts.device)
     forward_ids = rows + _spread((starts - targets).t(), expert_major, num_rows)
     backward_ids = rows + _spread(targets - starts, source_major, num_rows)
-    return RowShuffle(forward_ids, backward_ids)
+    return RowShuffle(forward_ids, backward_ids, is_fused)
 
 
 def _starts(counts: torch.Tensor) -> torch.Tensor:
@@ -184,13 +235,22 @@ def _spread(values: torch.Tensor, counts: torch.Tensor, num_rows: int) -> torch.
     return torch.repeat_interleave(values.flatten(), counts.flatten(), output_size=num_rows)
 
 
+def _reorder(rows: torch.Tensor, ids: torch.Tensor, is_fused: bool) -> torch.Tensor:
+    if is_fused and rows.dim() == 2:
+        return gather_rows(rows, None, ids, 1)[0]
+    return rows.index_select(0, ids)
+
+
 class _Shuffle(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, ids: torch.Tensor, inverse_ids: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, ids: torch.Tensor, inverse_ids: torch.Tensor, is_fused: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(ids, inverse_ids)
-        return rows.index_select(0, ids)
+        ctx.is_fused = is_fused
+        return _reorder(rows, ids, is_fused)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _, inverse_ids = ctx.saved_tensors
-        return grad.index_select(0, inverse_ids), None, None
+        return _reorder(grad, inverse_ids, ctx.is_fused), None, None, None

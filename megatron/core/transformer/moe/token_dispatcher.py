@@ -36,6 +36,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.capacity import expert_capacity
 from megatron.core.transformer.moe.dispatchers.token_counts import require_equal_tokens
+from megatron.core.transformer.moe.permute import FusedRowOrder, RowOrder, build_row_order
 from megatron.core.utils.divide import divide
 from megatron.core.utils.groups import group_rank, group_size
 
@@ -168,6 +169,16 @@ class MoETokenDispatcher(abc.ABC):
     def is_padded(self) -> bool:
         """True if every expert gets exactly its capacity."""
         return self.config.moe_pad_expert_input_to_capacity
+
+    def row_order(
+        self, routing_map: torch.Tensor, num_rows: int, rows_per_token: int | None
+    ) -> RowOrder | FusedRowOrder:
+        """Order the rows of a map bool [T, m] over all experts or some, by kernels if the configuration says so."""
+        fused_slots = None
+        if self.config.moe_permute_fusion:
+            num_columns = routing_map.shape[1]
+            fused_slots = num_columns if self.is_padded else min(self.topk, num_columns)
+        return build_row_order(routing_map, num_rows, rows_per_token, fused_slots)
 
     def padded_capacity(self, num_tokens: int, device: torch.device) -> int:
         """Rows that each rank sends to each expert padded to its capacity.

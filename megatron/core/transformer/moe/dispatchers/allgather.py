@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from megatron.core.transformer.moe.dispatchers.exchange import gather_rows, reduce_rows
 from megatron.core.transformer.moe.dispatchers.host_counts import HostCounts
-from megatron.core.transformer.moe.permute import RowOrder, build_row_order, permute, unpermute
+from megatron.core.transformer.moe.permute import FusedRowOrder, RowOrder, permute, unpermute
 from megatron.core.transformer.moe.token_dispatcher import DispatcherTraits, DispatchState, MoETokenDispatcher
 from megatron.core.utils.groups import group_rank
 
@@ -41,7 +41,7 @@ class AllGatherState(DispatchState):
     routing_map: torch.Tensor
     """bool [P, E] of this rank; after dispatch bool [W * P, n], all tokens and the experts of this rank."""
 
-    order: RowOrder | None = None
+    order: RowOrder | FusedRowOrder | None = None
     """Which of the gathered tokens each row carries; set after dispatch."""
 
 
@@ -124,7 +124,7 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         first = group_rank(self.ep_group) * self.num_local_experts
         local = slice(first, first + self.num_local_experts)
         is_uniform = self.has_all_experts and self.is_dropless
-        order = build_row_order(state.routing_map[:, local], state.num_rows, self.topk if is_uniform else None)
+        order = self.row_order(state.routing_map[:, local], state.num_rows, self.topk if is_uniform else None)
         state.order = order
         rows, row_probs = permute(rows, probs[:, local], order)
         assert state.tokens_per_expert is not None, "counts are set by dispatch_preprocess"

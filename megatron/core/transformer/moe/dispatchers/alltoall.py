@@ -27,9 +27,9 @@ from megatron.core.transformer.moe.dispatchers.token_counts import (
     local_counts,
 )
 from megatron.core.transformer.moe.permute import (
+    FusedRowOrder,
     RowOrder,
     RowShuffle,
-    build_row_order,
     permute,
     regroup_by_expert,
     unpermute,
@@ -41,7 +41,7 @@ from megatron.core.transformer.moe.token_dispatcher import DispatcherTraits, Dis
 class AllToAllState(DispatchState):
     """One microbatch of one layer."""
 
-    order: RowOrder
+    order: RowOrder | FusedRowOrder
     """Which token each sent row carries."""
 
     counts: RowCounts
@@ -87,12 +87,15 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
             pending = PendingCounts(routing_map, self.num_local_experts, self.ep_group, self.etp_group)
             counts = None if self.is_dropless else pending.wait()
         num_rows = num_tokens * self.topk if counts is None else sum(counts.send)
-        order = build_row_order(routing_map, num_rows, self.topk if self.is_dropless else None)
+        order = self.row_order(routing_map, num_rows, self.topk if self.is_dropless else None)
         rows, row_probs = permute(hidden_states, probs, order)
         if counts is None:
             assert pending is not None, "neither counts nor a read under way"
             counts = pending.wait()
-        shuffle = None if self._is_sorted_on_arrival else regroup_by_expert(counts.recv_table, sum(counts.shard_rows))
+        shuffle = None
+        if not self._is_sorted_on_arrival:
+            is_fused = self.config.moe_permute_fusion
+            shuffle = regroup_by_expert(counts.recv_table, sum(counts.shard_rows), is_fused=is_fused)
         state = AllToAllState(
             num_tokens=num_tokens,
             hidden_dtype=hidden_states.dtype,

@@ -67,6 +67,13 @@ def test_round_trip_between_ranks(pool, name, capacity, world_size):
     assert max(max(rank) for rank in errors) < 1e-12
 
 
+@pytest.mark.parametrize("capacity", ["dropless", "drop_probs", "pad"])
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_round_trip_with_fused_permutation(pool, name, capacity):
+    fields = CAPACITY[capacity] | {"moe_permute_fusion": True}
+    assert max(max(rank) for rank in pool.run(round_trip, name, fields, [12, 12])) < 1e-12
+
+
 @pytest.mark.parametrize("tokens", [[3, 5], [0, 5], [7, 0]], ids=str)
 @pytest.mark.parametrize("name", DISPATCHERS)
 def test_ranks_may_bring_different_token_counts(pool, name, tokens):

@@ -99,3 +99,19 @@ def test_tensors_survive_only_through_save_for_backward():
         rows, _ = permute_module.permute(hidden, normal(4, 3), order)
         permute_module.unpermute(rows, order, torch.float64)
     assert all(t is None or not t.is_floating_point() for t in saved)
+
+
+@pytest.mark.parametrize(("rows_per_token", "slots"), [(2, 2), (None, 3)])
+def test_fused_order_gives_the_same_bits(rows_per_token, slots):
+    routing_map = torch.zeros(5, 4, dtype=torch.bool).scatter_(1, normal(5, 4).topk(2).indices, True)
+    if rows_per_token is None:
+        routing_map[1], routing_map[3, 0] = False, True
+    num_rows, outputs = int(routing_map.sum()), []
+    for fused_slots in (None, slots):
+        order = build_row_order(routing_map, num_rows, rows_per_token, fused_slots)
+        hidden, probs = (normal(5, width, dtype=torch.float32).requires_grad_() for width in (8, 4))
+        rows, row_probs = permute(hidden, probs, order)
+        summed = unpermute(rows * row_probs.unsqueeze(1), order, torch.float32)
+        (summed * normal(5, 8, seed=2, dtype=torch.float32)).sum().backward()
+        outputs.append((rows, row_probs, summed, hidden.grad, probs.grad))
+    assert all(torch.equal(plain, fused) for plain, fused in zip(*outputs, strict=True))

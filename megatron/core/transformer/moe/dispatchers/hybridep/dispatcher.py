@@ -32,13 +32,12 @@ from megatron.core.transformer.moe.dispatchers.hybridep.engine import (
 from megatron.core.transformer.moe.dispatchers.hybridep.metadata import (
     Exchange,
     expand_to_shards,
-    expert_slots,
     round_up,
     row_budget,
-    slot_values,
     worst_case_rows,
 )
 from megatron.core.transformer.moe.dispatchers.token_counts import most_tokens
+from megatron.core.transformer.moe.permute import expert_slots, slot_values
 from megatron.core.transformer.moe.token_dispatcher import DispatcherTraits, DispatchState, MoETokenDispatcher
 from megatron.core.utils.upcast import wide_dtype
 

@@ -67,24 +67,6 @@ def expand_to_shards(per_expert: torch.Tensor, num_local_experts: int, num_shard
     return by_rank.expand(-1, -1, num_shards, -1).flatten(1)
 
 
-def expert_slots(routing_map: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """Ids of the chosen columns: map bool [T, C], at most K true in a row -> int32 [T, K], ascending, -1 = none.
-
-    Host: no synchronisation.
-    """
-    num_tokens, num_columns = routing_map.shape
-    slots = torch.where(routing_map, routing_map.cumsum(dim=1) - 1, num_slots)  # [T, C], K is thrown away
-    columns = torch.arange(num_columns, dtype=torch.int32, device=routing_map.device).expand(num_tokens, -1)
-    ids = torch.full((num_tokens, num_slots + 1), -1, dtype=torch.int32, device=routing_map.device)
-    return ids.scatter_(1, slots, columns)[:, :num_slots].contiguous()
-
-
-def slot_values(per_column: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-    """Pick the slots' values: [T, C], ids int32 [T, K] -> [T, K], zero in empty slots; differentiable."""
-    picked = per_column.gather(1, expert_ids.clamp(min=0).long())
-    return picked.masked_fill(expert_ids < 0, 0)
-
-
 def round_up(count: int, multiple: int) -> int:
     """Smallest multiple that is not below `count`."""
     return math.ceil(count / multiple) * multiple
