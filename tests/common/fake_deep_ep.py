@@ -1,7 +1,7 @@
 """A stand-in for the package deep_ep on gloo ranks: the classes that the adapters use, with the library's arguments.
 
 It moves tokens by gathering everything everywhere, and is strict where the library is: bf16 and contiguous rows, equal
-and rounded token counts, a handle for each dispatch, a number of rows whenever the call does not block. Signatures follow
+and rounded token counts, a handle for each dispatch, a number of rows unless the call blocks. Signatures follow
 DeepEP 1.2.1 (HybridEPBuffer: branch hybrid-ep, commit 94a9f8f). What it cannot show is that the real kernels run.
 """
 

@@ -1,4 +1,4 @@
-"""The adapters to DeepEP against a stand-in for the library, and what they say when it is missing or another version."""
+"""The adapters to DeepEP against a stand-in, and their refusals when it is missing or another version."""
 
 import dataclasses
 import inspect
