@@ -6,7 +6,8 @@ Steps:
        gate of shared experts, norms of single heads;
     3. sum the step counts of all modules in one all-reduce and hand them back (expert bias);
     4. sum the gradient of an embedding that is also the output matrix over the first and the last pipeline stage;
-    5. per-token loss: divide by the number of tokens of the global batch.
+    5. take the maximum of what modules saw in this step, in one all-reduce (FP8 amaxes);
+    6. per-token loss: divide by the number of tokens of the global batch.
 """
 
 from collections.abc import Sequence
@@ -15,9 +16,10 @@ import torch
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import get_main_grad
+from megatron.core.fp8.layer_state import Fp8LayerState
 from megatron.core.param_attrs import is_shared_embedding, needs_sum_over_tp
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils.collectives import all_reduce
+from megatron.core.utils.collectives import MAX, all_reduce
 from megatron.core.utils.groups import group_size
 
 
@@ -42,6 +44,8 @@ def finalize_model_grads(
     # Step 4
     sum_shared_embedding(model_chunks, groups)
     # Step 5
+    apply_step_amaxes(model_chunks, groups)
+    # Step 6
     if num_tokens is not None:
         scale_by_token_count(model_chunks, num_tokens, groups)
 
@@ -95,6 +99,21 @@ def sum_shared_embedding(model_chunks: Sequence[torch.nn.Module], groups: Proces
         for param in chunk.parameters():
             if param.requires_grad and is_shared_embedding(param):
                 all_reduce(get_main_grad(param), groups.embd)
+
+
+def apply_step_amaxes(model_chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
+    """Take the maximum of the modules' amaxes over all ranks of the stage, with one all-reduce.
+
+    The layers of FP8 recipes with a history take part.
+    """
+    modules = [module for chunk in model_chunks for module in chunk.modules() if isinstance(module, Fp8LayerState)]
+    seen = [(module, amaxes) for module in modules if (amaxes := module.step_amaxes()) is not None]
+    if not seen:
+        return
+    largest = torch.stack([amaxes for _, amaxes in seen])
+    all_reduce(largest, groups.tp_dp_cp, MAX)
+    for (module, _), amaxes in zip(seen, largest, strict=True):
+        module.apply_step_amaxes(amaxes)
 
 
 def scale_by_token_count(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron.core.errors import ConfigError
+from megatron.core.fp8.layer_state import forget_weight_codes
 from megatron.core.pipeline_parallel.actions import PlanShape
 from megatron.core.pipeline_parallel.executor import execute
 from megatron.core.pipeline_parallel.overlap.worker import OverlapWorker
@@ -55,6 +56,7 @@ def run_schedule(
     if num_microbatches < 1:
         raise ConfigError(f"num_microbatches={num_microbatches}: a step has at least one; check the batch sizes.")
     chunks = _as_list(model)
+    forget_weight_codes(chunks)
     config: Any = chunks[0].config
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     shape = PlanShape(

@@ -10,11 +10,17 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.fp8.layer_state import build_fp8_state
+from megatron.core.fp8.linear import fp8_linear
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.parameter import InitMethod, as_init_spec, new_parameter
 from megatron.core.param_attrs import InitSpec, ParamAttrs
 from megatron.core.tensor_parallel.linear_autograd import column_parallel_linear
-from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
 from megatron.core.utils.divide import divide
 from megatron.core.utils.groups import group_rank, group_size
 
@@ -74,6 +80,7 @@ class ColumnParallelLinear(MegatronModule):
 
         self.weight = None if skip_weight_param_allocation else allocate(as_init_spec(init_method), (input_size,))
         self.bias = allocate(InitSpec("zeros"), ()) if bias else None
+        self.fp8 = None if is_embedding_or_output else build_fp8_state(config)
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None
@@ -88,7 +95,19 @@ class ColumnParallelLinear(MegatronModule):
         added, returned = (None, self.bias) if self.skip_bias_add else (self.bias, None)
         group = self.tp_group if self.exchanges else None
         fuses_wgrad = self.config.gradient_accumulation_fusion
-        output = column_parallel_linear(input_, used, added, group, self.is_sequence_parallel, fuses_wgrad)
+        if self.fp8 is None:
+            output = column_parallel_linear(input_, used, added, group, self.is_sequence_parallel, fuses_wgrad)
+        else:
+            output = fp8_linear(self._whole_input(input_), used, self.fp8, fuses_wgrad)
+            output = output if added is None else output + added
         if self.exchanges and self.gather_output:
             output = gather_from_tensor_model_parallel_region(output, self.tp_group)
         return output, returned
+
+    def _whole_input(self, input_: torch.Tensor) -> torch.Tensor:
+        """All tokens of the group, gradients summed over it: [..., i], or [s/tp, b, i] -> [s, b, i]."""
+        if not self.exchanges:
+            return input_
+        if self.is_sequence_parallel:
+            return gather_from_sequence_parallel_region(input_, group=self.tp_group)
+        return copy_to_tensor_model_parallel_region(input_, self.tp_group)

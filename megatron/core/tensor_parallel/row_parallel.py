@@ -10,11 +10,17 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.fp8.layer_state import build_fp8_state
+from megatron.core.fp8.linear import fp8_linear
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.parameter import InitMethod, as_init_spec, new_parameter
 from megatron.core.param_attrs import InitSpec, ParamAttrs
 from megatron.core.tensor_parallel.linear_autograd import row_parallel_linear
-from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
 from megatron.core.utils.divide import divide
 from megatron.core.utils.groups import group_rank, group_size
 
@@ -65,6 +71,7 @@ class RowParallelLinear(MegatronModule):
         )
         self.weight = new_parameter(config, (output_size, self.input_size_per_partition), weight_attrs)
         self.bias = new_parameter(config, (output_size,), bias_attrs) if bias else None
+        self.fp8 = build_fp8_state(config)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Multiply; return the output and, with `skip_bias_add`, the bias that is not in it.
@@ -73,13 +80,12 @@ class RowParallelLinear(MegatronModule):
             [s/tp, b, o]; bias [o] or None.
         """
         group = self.tp_group if self.exchanges else None
-        output = row_parallel_linear(
-            self._own_part(input_),
-            self.weight,
-            group,
-            self.is_sequence_parallel,
-            self.config.gradient_accumulation_fusion,
-        )
+        fuses_wgrad = self.config.gradient_accumulation_fusion
+        part = self._own_part(input_)
+        if self.fp8 is None:
+            output = row_parallel_linear(part, self.weight, group, self.is_sequence_parallel, fuses_wgrad)
+        else:
+            output = self._summed(fp8_linear(part, self.weight, self.fp8, fuses_wgrad))
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
@@ -89,3 +95,11 @@ class RowParallelLinear(MegatronModule):
         if self.input_is_parallel or not self.exchanges:
             return input_
         return scatter_to_tensor_model_parallel_region(input_, self.tp_group)
+
+    def _summed(self, output: torch.Tensor) -> torch.Tensor:
+        """Add up the ranks' parts: [..., o], under sequence parallelism [s, b, o] -> [s/tp, b, o]."""
+        if not self.exchanges:
+            return output
+        if self.is_sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(output, self.tp_group)
+        return reduce_from_tensor_model_parallel_region(output, self.tp_group)

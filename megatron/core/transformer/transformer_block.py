@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.fp8.layer_choice import config_of_layer
 from megatron.core.fusions.fused_rope import RotaryTables
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.spec_utils import ModuleSpec, build_module
@@ -57,7 +58,12 @@ class TransformerBlock(MegatronModule):
         self.pre_process, self.post_process = pre_process, post_process
         self.input_tensor: torch.Tensor | None = None
         self.layers = torch.nn.ModuleList(
-            build_module(submodules.layer_specs[layer], config=config, layer_number=layer + 1, pg_collection=groups)
+            build_module(
+                submodules.layer_specs[layer],
+                config=config_of_layer(config, layer + 1),
+                layer_number=layer + 1,
+                pg_collection=groups,
+            )
             for layer in chunk_layers(config, groups.pp, vp_stage)
         )
         self.final_layernorm: torch.nn.Module | None = None

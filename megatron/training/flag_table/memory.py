@@ -18,20 +18,15 @@ FEATURES = (
         switch("--distribute-saved-activations"),
     ),
     not_yet(
-        "FP8 training",
-        "drop the flag and train with --bf16",
-        value("--fp8-format", str, None, "e4m3|hybrid", dest="fp8"),
-        value("--fp8-recipe", str, "delayed", "tensorwise|delayed|mxfp8|blockwise|rowwise"),
-        value("--fp8-margin", int, 0),
-        value("--fp8-amax-history-len", int, 1),
-        value("--fp8-amax-compute-algo", str, "most_recent", "most_recent|max"),
-        negative("--no-fp8-wgrad --disable-fp8-wgrad", "fp8_wgrad"),
+        "parameters gathered in FP8",
+        "drop the flag: weights are gathered in --bf16 and quantised once a step",
         switch("--fp8-param-gather"),
-        switch("--first-last-layers-bf16"),
-        value("--num-layers-at-start-in-bf16", int, 1),
-        value("--num-layers-at-end-in-bf16", int, 1),
-        switch("--moe-router-padding-for-quantization"),
         switch("--reuse-grad-buf-for-mxfp8-param-ag"),
+    ),
+    no_effect(
+        "router padding for FP8",
+        "the rows of each expert are padded where they are sorted",
+        switch("--moe-router-padding-for-quantization"),
     ),
     not_yet(
         "main weights in other dtypes",
@@ -65,6 +60,13 @@ FEATURES = (
 )
 
 VALUES = (
+    ValueRow(
+        "fp8_recipe",
+        ("mxfp8",),
+        "refused",
+        "1 x 32 scales, which only Blackwell's tensor cores read",
+        "use --fp8-recipe blockwise",
+    ),
     ValueRow("fp8_recipe", ("custom",), "refused", "FP8 recipes from user code", "use --fp8-recipe tensorwise"),
     ValueRow("exp_avg_dtype", ("fp16", "fp8"), "not_yet", "scaled moments", "use --exp-avg-dtype bf16"),
     ValueRow("exp_avg_sq_dtype", ("fp16", "fp8"), "not_yet", "scaled moments", "use --exp-avg-sq-dtype bf16"),

@@ -198,7 +198,7 @@ def test_contradiction_names_values_and_remedy(flags, subject, text):
         ("--num-distributed-optimizer-instances 2", "replicas of the distributed optimizer"),
         ("--recompute-granularity full", "activation recompute"),
         ("--cuda-graph-impl full_iteration", "CUDA graphs"),
-        ("--fp8-format hybrid", "FP8 training"),
+        ("--fp8-param-gather", "parameters gathered in FP8"),
         ("--overlap-moe-expert-parallel-comm", "overlap of expert communication"),
         ("--moe-dispatch-fwd-dtype fp8", "narrow floats on the wire"),
         ("--multi-latent-attention", "multi-latent attention"),
@@ -244,8 +244,15 @@ def test_missing_value_is_an_error():
 
 
 def test_everything_is_reported_at_once():
-    lines = problems(f"{MOE} --bf16 --fp16 --moe-router-topk 9 --bogus --fp8-format e4m3 --global-batch-size 3 --lr x")
-    starts = ("lr='x'", "--bogus", "fp8='e4m3'", "bf16=True with fp16", "moe_router_topk=9", "global_batch_size=3")
+    lines = problems(f"{MOE} --bf16 --fp16 --moe-router-topk 9 --bogus --fp8-param-gather --global-batch-size 3 --lr x")
+    starts = (
+        "lr='x'",
+        "--bogus",
+        "fp8_param_gather=True",
+        "bf16=True with fp16",
+        "moe_router_topk=9",
+        "global_batch_size=3",
+    )
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 6
 
 

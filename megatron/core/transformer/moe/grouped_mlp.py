@@ -19,6 +19,9 @@ from collections.abc import Callable
 import torch
 
 from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.fp8.layer_state import build_fp8_state
+from megatron.core.fp8.linear import fp8_grouped_linear
+from megatron.core.fp8.padding import RowPadding, plan_padding
 from megatron.core.fusions.fused_grouped_linear import expert_of_row, gather_bias, grouped_linear
 from megatron.core.fusions.fused_weighted_activation import weighted_activation
 from megatron.core.module_api.module import MegatronModule
@@ -63,6 +66,7 @@ class GroupedLinear(MegatronModule):
             bias = new_parameter(config, (out_features,), bias_attrs, allreduce=allreduce) if has_bias else None
             self.register_parameter(f"bias{i}", bias)
         pack(self.weights)
+        self.fp8 = build_fp8_state(config)
 
     @property
     def weights(self) -> list[torch.nn.Parameter]:
@@ -85,6 +89,9 @@ class GroupedLinear(MegatronModule):
     ) -> torch.Tensor:
         """Multiply each group of rows by its expert's matrix, no bias: [R, in], int [n] -> [R, out]."""
         fuses_wgrad = self.config.gradient_accumulation_fusion
+        if self.fp8 is not None:
+            ends = tokens_per_expert.to(rows.device).cumsum(0, dtype=torch.int32)
+            return fp8_grouped_linear(rows, self.weights, ends, self.fp8, fuses_wgrad)
         return grouped_linear(rows, self.weights, tokens_per_expert, host_counts, fuses_wgrad)
 
 
@@ -143,6 +150,10 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
         Memory: keeps the rows, the result of fc1, the weighted activation and the probabilities for backward.
         """
         rows, probs = permuted_local_hidden_states, permuted_probs
+        padding = self._padding(tokens_per_expert, rows)
+        if padding is not None:
+            rows, probs = padding.pad(rows), padding.pad(probs)
+            tokens_per_expert, host_tokens_per_expert = padding.tokens_per_expert, None
         inner_probs: torch.Tensor | None = probs
         if self.config.moe_apply_probs_on_input:
             rows, inner_probs = (rows * probs.unsqueeze(-1)).to(rows.dtype), None
@@ -154,7 +165,14 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
         output = self.linear_fc2(inner, tokens_per_expert, host_tokens_per_expert)
         if experts is not None:
             output = add_weighted_bias(output, gather_bias(self.linear_fc2.biases, experts), inner_probs)
-        return output, None
+        return (output if padding is None else padding.unpad(output)), None
+
+    def _padding(self, tokens_per_expert: torch.Tensor, rows: torch.Tensor) -> RowPadding | None:
+        """Padding that FP8 needs around tokens_per_expert int [n] and rows [R, h]; None if it needs none."""
+        state = self.linear_fc1.fp8
+        if state is None:
+            return None
+        return plan_padding(tokens_per_expert.to(rows.device), rows.shape[0], state.setup.recipe.row_multiple)
 
 
 def add_weighted_bias(output: torch.Tensor, bias: torch.Tensor, probs: torch.Tensor | None) -> torch.Tensor:

@@ -1,0 +1,64 @@
+"""Training in FP8: which layers, which format, which recipe."""
+
+import dataclasses
+from typing import Literal
+
+import torch
+
+from megatron.core.configs.base import ConfigTopic, Violation, violation
+from megatron.core.configs.flag_spec import knob
+
+
+@dataclasses.dataclass(kw_only=True)
+class Fp8Config(ConfigTopic):
+    """FP8 for the linear layers of the decoder; embedding, router, norms, attention and output layer keep theirs."""
+
+    fp8: Literal["e4m3", "hybrid"] | None = knob(None, flag="--fp8-format")
+    """Compute linear layers in FP8: e4m3 everywhere, or with gradients in e5m2 (hybrid)."""
+
+    fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise"] = "delayed"
+    """What shares a scale, and from which amax it comes."""
+
+    fp8_margin: int = 0
+    """Delayed scaling leaves 2^margin of the range unused."""
+
+    fp8_amax_history_len: int = 1
+    """Delayed scaling looks back this many steps."""
+
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    """Delayed scaling takes the latest amax of the history, or its largest."""
+
+    fp8_wgrad: bool = knob(True, flag="--no-fp8-wgrad --disable-fp8-wgrad")
+    """Weight gradients in FP8; the flag computes them from the original tensors, which are then kept."""
+
+    first_last_layers_bf16: bool = False
+    """Leave the first and last layers out of FP8."""
+
+    num_layers_at_start_in_bf16: int = 1
+    """How many layers at the start, with --first-last-layers-bf16."""
+
+    num_layers_at_end_in_bf16: int = 1
+    """How many layers at the end, with --first-last-layers-bf16."""
+
+    def check(self) -> list[Violation]:
+        """Counts make sense, and products have a dtype to add up in."""
+        if self.fp8 is None:
+            return []
+        found = []
+        if self.fp8_margin < 0:
+            found.append(violation(self, "fp8_margin", "not negative", "set --fp8-margin to 0 or more"))
+        if self.fp8_amax_history_len < 1:
+            remedy = "set --fp8-amax-history-len to 1 or more"
+            found.append(violation(self, "fp8_amax_history_len", "a history has at least one step", remedy))
+        counts = "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
+        if min(self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16) < 0:
+            found.append(violation(self, counts, "not negative", "set both to 0 or more"))
+        num_layers = getattr(self, "num_layers", 0)
+        num_bf16 = self.num_layers_at_start_in_bf16 + self.num_layers_at_end_in_bf16
+        if num_layers and self.first_last_layers_bf16 and num_bf16 >= num_layers:
+            remedy = "lower the counts, or drop --fp8-format"
+            found.append(violation(self, f"num_layers {counts}", "no layer is left for FP8", remedy))
+        if getattr(self, "params_dtype", None) == torch.float64:
+            remedy = "compute in --bf16, or drop --fp8-format"
+            found.append(violation(self, "fp8 params_dtype", "FP8 products add up in fp32", remedy))
+        return found

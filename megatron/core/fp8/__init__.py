@@ -1,0 +1,1 @@
+"""Training in 8-bit floating point: recipes, quantisation, scaling state."""

@@ -1,0 +1,122 @@
+"""What one linear layer keeps for FP8: its setup, the codes of its weights, and the amaxes that delayed scaling needs.
+
+Weights are quantised once in a schedule and used by all microbatches.
+
+Delayed scaling takes a factor from amaxes of earlier steps, so that a tensor need not be read twice:
+
+    step n          factor = from the history; |x| beyond it saturates.   step_amax = max(step_amax, amax of x)
+    end of step n   step_amax: maximum over all ranks of the pipeline stage; it becomes the newest entry of the history
+
+An operand whose history holds only zeros (the first step, or an expert that had no rows) takes its present amax.
+An amax that is not finite leaves the newest entry as it was. All of it is buffers on the device: the history is saved
+with the model, and a step that is undone restores both.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from megatron.core.configs.fp8 import Fp8Config
+from megatron.core.fp8.operand import Operand, quantize_weight
+from megatron.core.fp8.quantize import factor_of
+from megatron.core.fp8.recipes import FORWARD_DTYPE, Fp8RecipeSpec, gradient_dtype, recipe_spec
+from megatron.core.utils.stacked import stacked
+
+INPUT, WEIGHT, GRADIENT = range(3)
+"""Columns of the history."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Setup:
+    """How one layer uses FP8."""
+
+    recipe: Fp8RecipeSpec
+    gradient_dtype: torch.dtype
+    quantizes_wgrad: bool = True
+    """The weight gradient is a product of codes; else of the original tensors."""
+    margin: int = 0
+    history_len: int = 1
+    takes_largest: bool = False
+    """Delayed scaling uses the largest amax of the history; else the newest."""
+
+
+class Fp8LayerState(torch.nn.Module):
+    """State of one linear layer, or of the grouped layer of n experts."""
+
+    def __init__(self, setup: Fp8Setup) -> None:
+        super().__init__()
+        self.setup = setup
+        self._weight: Operand | None = None
+        self.amax_history: torch.Tensor | None
+        self.step_amax: torch.Tensor | None
+        history = torch.zeros(setup.history_len, 3) if setup.recipe.uses_history else None
+        self.register_buffer("amax_history", history)  # fp32 [history_len, 3], newest first
+        self.register_buffer("step_amax", None if history is None else torch.zeros(3), persistent=False)  # fp32 [3]
+
+    def forget_weight(self) -> None:
+        """Quantise the weights again at their next use: they may have changed."""
+        self._weight = None
+
+    def weight(self, weights: Sequence[torch.Tensor]) -> Operand:
+        """Codes of one weight [o, i], or of n weights as [n, o, i]."""
+        if self._weight is None:
+            matrix = (weights[0] if len(weights) == 1 else stacked(weights)).detach()
+            self._weight = quantize_weight(matrix, self.setup.recipe, FORWARD_DTYPE, self.factor(WEIGHT, matrix))
+        return self._weight
+
+    def factor(self, operand: int, values: torch.Tensor) -> torch.Tensor | None:
+        """Factor fp32 [] of an operand with values [...] under delayed scaling, else None; notes its amax.
+
+        Host: no synchronisation.
+        """
+        if self.amax_history is None:
+            return None
+        assert self.step_amax is not None, "a history without a place for the step's amax"
+        amax = values.abs().amax().float() if values.numel() else torch.zeros_like(self.step_amax[operand])
+        noted = self.step_amax[operand]
+        noted.copy_(torch.maximum(noted, amax))
+        seen = self.amax_history[:, operand]
+        past = seen.amax() if self.setup.takes_largest else seen[0]
+        dtype = self.setup.gradient_dtype if operand == GRADIENT else FORWARD_DTYPE
+        return factor_of(torch.where(past > 0, past, amax), dtype, self.setup.margin)
+
+    def step_amaxes(self) -> torch.Tensor | None:
+        """Amaxes of this step fp32 [3], for the maximum over the ranks; None without a history."""
+        return self.step_amax
+
+    def apply_step_amaxes(self, amaxes: torch.Tensor) -> None:
+        """Make the maximum over the ranks, fp32 [3], the newest entry of the history, and begin a new step."""
+        assert self.amax_history is not None, "amaxes for a recipe without a history"
+        newest = torch.where(amaxes.isfinite(), amaxes, self.amax_history[0])
+        self.amax_history.copy_(torch.cat([newest.unsqueeze(0), self.amax_history[:-1]]))
+        assert self.step_amax is not None, "a history without a place for the step's amax"
+        self.step_amax.zero_()
+
+
+def fp8_setup(config: Fp8Config) -> Fp8Setup | None:
+    """How the layers under `config` use FP8; None if they do not."""
+    if config.fp8 is None:
+        return None
+    return Fp8Setup(
+        recipe_spec(config.fp8_recipe),
+        gradient_dtype(config.fp8),
+        config.fp8_wgrad,
+        config.fp8_margin,
+        config.fp8_amax_history_len,
+        takes_largest=config.fp8_amax_compute_algo == "max",
+    )
+
+
+def build_fp8_state(config: Fp8Config) -> Fp8LayerState | None:
+    """State of a linear layer under `config`; None without FP8."""
+    setup = fp8_setup(config)
+    return None if setup is None else Fp8LayerState(setup)
+
+
+def forget_weight_codes(chunks: Iterable[torch.nn.Module]) -> None:
+    """Let every FP8 layer quantise its weights again: a schedule begins, weights may have changed."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, Fp8LayerState):
+                module.forget_weight()
