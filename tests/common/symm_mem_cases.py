@@ -157,9 +157,39 @@ def _differences(operation: str, got: list, wanted: list, reference: LocalExchan
     return found
 
 
-def run_names(cases: list[Case], device: str) -> dict[str, list[str]]:
-    """Differences of several cases by their name."""
-    return {case.name: run_case(case, device) for case in cases}
+def run_staggered(case: Case, num_rounds: int, order_seed: int, ranks: Ranks | None = None) -> list[str]:
+    """Rounds of dispatch and combine in which ranks run ahead as far as messages allow, which is by one; CPU only.
+
+    `order_seed` says which rank sends its next message before others have taken in the last one.
+    """
+    ranks = ranks or Ranks(case, "cpu")
+    size, generator = len(case.tokens), case.generator("cpu")
+    rounds, found = [], []
+    for _ in range(num_rounds):
+        ids, hidden = case.expert_ids("cpu", generator), case.normal(list(case.tokens), "cpu", generator)
+        probs = [torch.rand(x.shape, generator=generator) for x in ids]
+        reference = LocalExchange(ids, case.experts, case.multiple, case.budget)
+        sent = reference.dispatch(hidden, probs)
+        rounds.append((ids, hidden, probs, reference, sent, reference.combine(*map(list, zip(*sent, strict=True)))))
+
+    def program(rank: int):
+        for ids, hidden, probs, reference, sent, returned in rounds:
+            exchange = Exchange(expert_ids=ids[rank], max_tokens=max(case.tokens), row_budget=case.budget)
+            ranks.engines[rank].prepare(exchange)
+            got = yield from ranks.engines[rank].dispatch_phases(exchange, hidden[rank], probs[rank])
+            end = sum(reference.tokens_per_expert[rank])
+            found.extend(
+                f"rank {rank}: rows" for a, b in zip(got, sent[rank], strict=True) if (a[:end] != b[:end]).any()
+            )
+            got = yield from ranks.engines[rank].combine_phases(exchange, *sent[rank])
+            found.extend(f"rank {rank}: sums" for a, b in zip(got, returned[rank], strict=True) if (a != b).any())
+
+    programs = [program(rank) for rank in range(size)]
+    order = torch.Generator().manual_seed(order_seed)
+    for _ in range(2 * num_rounds + 1):  # a step takes in the last message and sends the next one
+        for rank in torch.randperm(size, generator=order).tolist():
+            next(programs[rank], None)
+    return found
 
 
 SMALL = Case(tokens=(5, 3), experts=3)

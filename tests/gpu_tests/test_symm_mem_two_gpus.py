@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.transformer.moe.dispatchers.hybridep.engine import EngineSetup, engine_class
+from megatron.core.transformer.moe.dispatchers.hybridep.collective import CollectiveEngine
+from megatron.core.transformer.moe.dispatchers.hybridep.engine import EngineSetup
 from megatron.core.transformer.moe.dispatchers.hybridep.metadata import Exchange
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem import SymmMemEngine
 from tests.common.exchange_definition import LocalExchange
@@ -53,7 +54,7 @@ def compare_engines(case: Case, rank: int) -> None:
     probs = [torch.rand(x.shape, device="cuda", generator=generator) for x in ids]
     setup = EngineSetup(dist.group.WORLD, case.experts, case.width, case.multiple)
     results = []
-    for engine in (engine_class("symm_mem")(setup), engine_class("collective")(setup)):
+    for engine in (SymmMemEngine(setup), CollectiveEngine(setup)):
         most = max(case.tokens) if case.budget is not None else None
         exchange = Exchange(expert_ids=ids[rank], max_tokens=most, row_budget=case.budget)
         results.append((exchange, *four_operations(engine, exchange, hidden[rank], probs[rank], grads[rank])))

@@ -60,7 +60,7 @@ Rows = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass
 class Routing:
-    """What an exchange keeps on the device."""
+    """What an exchange keeps on the device, made by `prepare`; the slots of an exact one by dispatch."""
 
     counts: torch.Tensor
     """int32 [W * n], rows of this rank for each expert."""
@@ -68,11 +68,26 @@ class Routing:
     places: torch.Tensor
     """int32 [T, K], which of these rows each slot is."""
 
-    slot_rows: torch.Tensor | None = None
-    """int32 [W, N, K], row at our experts of every slot of every source; set by the first dispatch."""
+    firsts: torch.Tensor
+    """int32 [W, n], first row of each source in each of our experts."""
 
-    group_ends: torch.Tensor | None = None
+    group_ends: torch.Tensor
     """int32 [2, n], end of each expert's rows without and with padding."""
+
+    tokens_per_expert: torch.Tensor
+    """int64 [n], rows of each of our experts, padding included, as far as the budget goes."""
+
+    totals: torch.Tensor
+    """int64 [3], all rows without a budget, dropped rows, tokens of the rank that has most."""
+
+    dropped_rows: torch.Tensor
+    """int64 [1], of `totals`."""
+
+    slot_rows: torch.Tensor
+    """int32 [W, N, K], row at our experts of every slot of every source; N is 0 until an exact exchange knows it."""
+
+    is_known: bool = False
+    """The first dispatch has filled in all of this."""
 
 
 class SymmMemEngine(HybridEPEngine):
@@ -91,7 +106,7 @@ class SymmMemEngine(HybridEPEngine):
             return f"hidden_size={setup.hidden_size}: rows must be a multiple of {ROW_ALIGNMENT} elements"
         if not is_available("triton"):
             return "Triton is not installed"
-        if isinstance(setup.group, SymmetricGroup) or is_interpreted():
+        if isinstance(setup.group, SymmetricGroup) or (is_interpreted() and setup.num_ranks == 1):
             return None
         if not torch.cuda.is_available():
             return "there is no GPU"
@@ -105,8 +120,19 @@ class SymmMemEngine(HybridEPEngine):
         self._mail.signals.raise_if_dead()
 
     def prepare(self, exchange: Exchange) -> None:
-        num_experts = self.setup.num_ranks * self.setup.num_local_experts
-        exchange.saved = Routing(*number_rows(exchange.expert_ids, num_experts))
+        ids, ranks, experts = exchange.expert_ids, self.setup.num_ranks, self.setup.num_local_experts
+        counts, places = number_rows(ids, ranks * experts)
+        totals = torch.empty(3, dtype=torch.int64, device=ids.device)
+        exchange.saved = Routing(
+            counts=counts,
+            places=places,
+            firsts=ids.new_empty(ranks, experts),
+            group_ends=ids.new_empty(2, experts),
+            tokens_per_expert=torch.empty(experts, dtype=torch.int64, device=ids.device),
+            totals=totals,
+            dropped_rows=totals[1:2],
+            slot_rows=ids.new_empty(ranks, (exchange.max_tokens or 0) if exchange.is_static else 0, ids.shape[1]),
+        )
 
     def dispatch(self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None) -> Rows:
         """Hidden [T, h], probs [T, K] -> rows [P, h], row probs [P]."""
@@ -119,28 +145,27 @@ class SymmMemEngine(HybridEPEngine):
     def dispatch_phases(self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None) -> Phases[Rows]:
         """Dispatch hidden [T, h], probs [T, K]; yields while the messages are under way."""
         routing: Routing = exchange.saved
-        is_first = routing.slot_rows is None
         hidden = hidden.contiguous()
         self._check(exchange, hidden, probs)
         self._reserve(exchange, hidden, exchange.max_tokens or 0)
-        self.push(exchange, hidden, probs if is_first else None)
+        self.push(exchange, hidden, None if routing.is_known else probs)
         yield
         self._wait(DISPATCH, self._launch.push.blocks)
-        if not is_first:
+        if routing.is_known:
             return self.expand(exchange, hidden, None), None
-        firsts, totals = self.arrange(exchange, routing)
-        most_tokens = exchange.max_tokens or 0
+        self.arrange(exchange)
         if not exchange.is_static:
-            most_tokens = self._read_counts(exchange, totals)
+            most_tokens = self._read_counts(exchange)
             if most_tokens > self._mail.capacity.tokens:
                 self._reserve(exchange, hidden, most_tokens)
                 self.push(exchange, hidden, probs)
                 yield
                 self._wait(DISPATCH, self._launch.push.blocks)
-        num_slots = exchange.expert_ids.shape[1]
-        routing.slot_rows = exchange.expert_ids.new_empty(self.setup.num_ranks, most_tokens, num_slots)
+            routing.slot_rows = routing.slot_rows.new_empty(self.setup.num_ranks, most_tokens, routing.places.shape[1])
         row_probs = torch.empty(exchange.num_rows or 0, dtype=torch.float32, device=hidden.device)
-        return self.expand(exchange, hidden, (firsts, row_probs)), row_probs
+        rows = self.expand(exchange, hidden, row_probs)
+        routing.is_known = True
+        return rows, row_probs
 
     def combine_phases(self, exchange: Exchange, rows: torch.Tensor, row_probs: torch.Tensor | None) -> Phases[Rows]:
         """Combine rows [P, h], row probs [P]; yields while the messages are under way."""
@@ -211,53 +236,42 @@ class SymmMemEngine(HybridEPEngine):
     def _wait(self, operation: int, num_reports: int) -> None:
         self._mail.signals.wait(self._mail.control, operation, num_reports, self._timeout_s)
 
-    def arrange(self, exchange: Exchange, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lay out the rows; returns firsts int32 [W, n] and totals int64 [3]."""
-        mail, setup = self._mail, self.setup
-        device, experts, size = mail.control.device, setup.num_local_experts, setup.num_ranks
-        firsts = torch.empty(size, experts, dtype=torch.int32, device=device)
-        routing.group_ends = torch.empty(2, experts, dtype=torch.int32, device=device)
-        exchange.tokens_per_expert = torch.empty(experts, dtype=torch.int64, device=device)
-        totals = torch.empty(3, dtype=torch.int64, device=device)
-        budget = 2**31 - 1 if exchange.row_budget is None else exchange.row_budget
+    def arrange(self, exchange: Exchange) -> None:
+        """Lay out the rows from the headers of all ranks."""
+        mail, setup, routing = self._mail, self.setup, exchange.saved
         arrange_kernel[(1,)](
             mail.control[mail.headers_at :],
             mail.signals.epoch,
-            firsts,
+            routing.firsts,
             routing.group_ends,
-            exchange.tokens_per_expert,
-            totals,
-            budget,
+            routing.tokens_per_expert,
+            routing.totals,
+            2**31 - 1 if exchange.row_budget is None else exchange.row_budget,
             MULTIPLE=setup.row_multiple,
-            SIZE=size,
-            SIZE_PAD=next_power_of_2(size),
-            EXPERTS=experts,
-            EXPERTS_PAD=next_power_of_2(experts),
+            SIZE=setup.num_ranks,
+            SIZE_PAD=next_power_of_2(setup.num_ranks),
+            EXPERTS=setup.num_local_experts,
+            EXPERTS_PAD=next_power_of_2(setup.num_local_experts),
         )
-        exchange.num_rows = exchange.row_budget
-        exchange.dropped_rows = totals[1:2] if exchange.is_static else None
-        return firsts, totals
+        exchange.num_rows, exchange.tokens_per_expert = exchange.row_budget, routing.tokens_per_expert
+        exchange.dropped_rows = routing.dropped_rows if exchange.is_static else None
 
-    def _read_counts(self, exchange: Exchange, totals: torch.Tensor) -> int:
-        """Bring totals int64 [3] and the experts' rows to the host; returns the tokens of the rank with most."""
-        assert exchange.tokens_per_expert is not None, "arrange comes first"
-        num_rows, _, most_tokens, *per_expert = HostCounts(torch.cat([totals, exchange.tokens_per_expert])).wait()
-        exchange.num_rows, exchange.host_tokens_per_expert = num_rows, per_expert
+    def _read_counts(self, exchange: Exchange) -> int:
+        """Bring the counts to the host; returns the tokens of the rank with most. Host: one wait."""
+        values = torch.cat([exchange.saved.totals, exchange.saved.tokens_per_expert])
+        exchange.num_rows, _, most_tokens, *exchange.host_tokens_per_expert = HostCounts(values).wait()
         return most_tokens
 
-    def expand(
-        self, exchange: Exchange, hidden: torch.Tensor, first: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> torch.Tensor:
-        """Fill the rows [P, h]; `first` are firsts int32 [W, n] and row probs [P], if routing came along."""
+    def expand(self, exchange: Exchange, hidden: torch.Tensor, row_probs: torch.Tensor | None) -> torch.Tensor:
+        """Fill the rows [P, h]; row probs [P] are there to be filled in an exchange's first dispatch."""
         mail, setup, routing, tiling = self._mail, self.setup, exchange.saved, self._launch.expand
         rows = hidden.new_empty(exchange.num_rows or 0, setup.hidden_size)
-        firsts, row_probs = first or (routing.counts, rows)
         expand_kernel[(tiling.blocks,)](
             hidden,
             rows,
-            row_probs,
+            rows if row_probs is None else row_probs,
             routing.slot_rows,
-            firsts,
+            routing.firsts,
             mail.control[mail.headers_at :],
             mail.data_addresses,
             mail.signals.epoch,
@@ -270,7 +284,7 @@ class SymmMemEngine(HybridEPEngine):
             mail.sections.probs_at,
             mail.sections.rows_at,
             BLOCK=tiling.width(setup.hidden_size),
-            WITH_ROUTING=first is not None,
+            WITH_ROUTING=row_probs is not None,
             EXPERTS=setup.num_local_experts,
             num_warps=tiling.warps,
             **self._sizes(routing.slot_rows.shape[2]),
@@ -278,13 +292,13 @@ class SymmMemEngine(HybridEPEngine):
         if setup.row_multiple > 1:
             zero_kernel[(setup.num_local_experts,)](
                 rows,
-                row_probs,
+                rows if row_probs is None else row_probs,
                 routing.group_ends,
                 rows.shape[0],
                 setup.num_local_experts,
                 setup.hidden_size,
                 tiling.width(setup.hidden_size),
-                WITH_PROBS=first is not None,
+                WITH_PROBS=row_probs is not None,
             )
         return rows
 

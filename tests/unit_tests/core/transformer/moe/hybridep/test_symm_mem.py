@@ -5,16 +5,26 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.core.errors import ConfigError, RankFailure
 from megatron.core.transformer.moe.dispatchers.hybridep import symm_mem_buffers
+from megatron.core.transformer.moe.dispatchers.hybridep.collective import CollectiveEngine
 from megatron.core.transformer.moe.dispatchers.hybridep.engine import EngineSetup
 from megatron.core.transformer.moe.dispatchers.hybridep.metadata import Exchange
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem import SymmMemEngine
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_buffers import Capacity, Sections
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_group import LocalSymmetricGroup
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_routing import number_rows
-from tests.common.symm_mem_cases import INTERPRETED_CASES, MORE_INTERPRETED_CASES, SMALL, Ranks, run_case
+from tests.common.exchange_definition import LocalExchange
+from tests.common.symm_mem_cases import (
+    INTERPRETED_CASES,
+    MORE_INTERPRETED_CASES,
+    SMALL,
+    Ranks,
+    run_case,
+    run_staggered,
+)
 
 IDS = torch.tensor([[0, 2], [2, -1], [0, 3], [-1, -1], [2, 3]], dtype=torch.int32)
 
@@ -28,6 +38,56 @@ def test_exchange_equals_its_definition_bit_for_bit(interpreted, case):
 @pytest.mark.parametrize("case", MORE_INTERPRETED_CASES, ids=lambda case: case.name)
 def test_exchange_equals_its_definition_in_more_cases(interpreted, case):
     assert interpreted(run_case, case, "cpu") == []
+
+
+STAGGERED = replace(SMALL, tokens=(2, 1, 2), experts=1, topk=2, dtype="fp32", width=8, budget=8)
+
+
+def staggered_job(num_buffers):
+    """Four messages, with two buffers in turn or with one for all."""
+    ranks = Ranks(STAGGERED, "cpu")
+    for engine in ranks.engines:
+        engine._mail.reserve(Capacity(2, 2, 32))
+        if num_buffers == 1:
+            engine._mail.sections = replace(engine._mail.sections, num_bytes=0)
+    return run_staggered(STAGGERED, 2, 0, ranks)
+
+
+def test_ranks_may_be_one_message_ahead(interpreted):
+    assert interpreted(staggered_job, 2) == []
+
+
+def test_one_buffer_would_not_do(interpreted):
+    assert interpreted(staggered_job, 1) != []
+
+
+def collective_job(case):
+    """The collective engine on the same input: what this rank gets."""
+    rank, generator = dist.get_rank(), case.generator("cpu")
+    ids = case.expert_ids("cpu", generator)
+    hidden = case.normal(list(case.tokens), "cpu", generator)
+    probs = [torch.rand(x.shape, generator=generator) for x in ids]
+    engine = CollectiveEngine(EngineSetup(dist.group.WORLD, case.experts, case.width, case.multiple))
+    exchange = Exchange(expert_ids=ids[rank], max_tokens=max(case.tokens), row_budget=case.budget)
+    engine.prepare(exchange)
+    rows, row_probs = engine.dispatch(exchange, hidden[rank], probs[rank])
+    return (rows, row_probs), engine.combine(exchange, rows, row_probs), exchange.tokens_per_expert
+
+
+@pytest.mark.parametrize("case", [SMALL, INTERPRETED_CASES[-1]], ids=lambda case: case.name)
+def test_definition_is_that_of_the_collective_engine(pool, case):
+    generator = case.generator("cpu")
+    ids = case.expert_ids("cpu", generator)
+    hidden = case.normal(list(case.tokens), "cpu", generator)
+    probs = [torch.rand(x.shape, generator=generator) for x in ids]
+    reference = LocalExchange(ids, case.experts, case.multiple, case.budget)
+    sent = reference.dispatch(hidden, probs)
+    returned = reference.combine(*map(list, zip(*sent, strict=True)))
+    for rank, (rows, sums, counts) in enumerate(pool.run(collective_job, case, world_size=len(ids))):
+        end = sum(reference.tokens_per_expert[rank])
+        assert counts.tolist() == reference.tokens_per_expert[rank]
+        assert all(torch.equal(a[:end], b[:end]) for a, b in zip(rows, sent[rank], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(sums, returned[rank], strict=True))
 
 
 def grow_job():
