@@ -1,4 +1,4 @@
-"""A stand-in for the package deep_ep on gloo ranks: the classes that the adapters use, with the library's arguments.
+"""A stand-in for the package deep_ep on gloo ranks: the classes that the adapters use, with the arguments passed.
 
 It moves tokens by gathering everything everywhere, and is strict where the library is: bf16 and contiguous rows, equal
 and rounded token counts, a handle for each dispatch, a number of rows unless the call blocks. Signatures follow
@@ -54,11 +54,8 @@ class HybridEPBuffer:
         hidden_dim,
         max_num_of_tokens_per_rank,
         num_local_experts,
-        use_fp8=False,
         num_sms_dispatch_api=None,
         num_sms_combine_api=None,
-        num_sms_preprocessing_api=None,
-        use_shared_buffer=True,
     ):
         self.group, self.hidden_dim, self.num_local_experts = group, hidden_dim, num_local_experts
         self.capacity = max_num_of_tokens_per_rank
@@ -70,12 +67,10 @@ class HybridEPBuffer:
         hidden,
         routing_map=None,
         probs=None,
-        scaling_factor=None,
         num_permuted_tokens=None,
         pad_multiple=None,
         handle=None,
         non_blocking=False,
-        fuse_permute_dispatch=False,
     ):
         """(rows [P, h], probs [P] or None, None, padded tokens per expert, handle of 11 fields)."""
         _require(hidden)
@@ -116,9 +111,7 @@ class HybridEPBuffer:
             counts.append(len(places[-1]))
         return torch.cat(places), torch.tensor(counts)
 
-    def combine_with_unpermute(
-        self, *, hidden, probs=None, handle=None, pad_multiple=None, fuse_unpermute_combine=False
-    ):
+    def combine_with_unpermute(self, *, hidden, probs=None, handle=None, pad_multiple=None):
         """(tokens [N, h], probs [N, E] or None)."""
         _require(hidden)
         places, maps, num_tokens = handle[0], handle[6], handle[8]
@@ -149,7 +142,7 @@ class _Config:
 class Buffer:
     """Dispatch without permutation; copies by source rank, token."""
 
-    def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24):
+    def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0):
         assert num_nvl_bytes > 0, "no buffer"
         self.group = group
         self.rank, self.num_ranks = (0, 1) if group is None else (group.rank(), group.size())
@@ -166,9 +159,7 @@ class Buffer:
     def get_combine_config(num_ranks):
         return _Config()
 
-    def get_dispatch_layout(
-        self, topk_idx, num_experts, previous_event=None, async_finish=False, allocate_on_comm_stream=False
-    ):
+    def get_dispatch_layout(self, topk_idx, num_experts):
         """(tokens per rank, None, tokens per expert, bool [T, W], event)."""
         assert topk_idx.dtype == torch.int64, f"ids are {topk_idx.dtype}"
         ranks = torch.where(topk_idx < 0, self.num_ranks, topk_idx // (num_experts // self.num_ranks))
@@ -186,12 +177,6 @@ class Buffer:
         num_tokens_per_expert=None,
         topk_idx=None,
         topk_weights=None,
-        expert_alignment=1,
-        num_worst_tokens=0,
-        config=None,
-        previous_event=None,
-        async_finish=False,
-        allocate_on_comm_stream=False,
     ):
         """(copies [C, h], local ids [C, K] or None, weights [C, K] or None, counts, handle, event)."""
         _require(x)
@@ -216,11 +201,6 @@ class Buffer:
         x,
         handle,
         topk_weights=None,
-        bias=None,
-        config=None,
-        previous_event=None,
-        async_finish=False,
-        allocate_on_comm_stream=False,
     ):
         """(tokens [T, h], weights [T, K] or None, event)."""
         _require(x)
