@@ -10,6 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import OptimizerParamScheduler, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils.collectives import barrier
 from megatron.core.utils.groups import group_rank, group_size
 from megatron.training.arguments import ddp_config_from_args, optimizer_config_from_args
 
@@ -25,6 +26,8 @@ def build_model(
     Weights are drawn on the CPU by global name before the move, so all ranks of a data-parallel group start equal and
     nothing has to be broadcast.
     """
+    if args.pipeline_model_parallel_size > 1:
+        barrier(pg_collection.pp)  # a batch of messages must not be what opens the communicator of the group
     modules = build_chunks(model_provider, args.virtual_pipeline_model_parallel_size or 1, pg_collection)
     return [
         DistributedDataParallel(

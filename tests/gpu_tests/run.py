@@ -42,12 +42,14 @@ class Part:
 LAUNCHES = "tests/gpu_tests/test_launches.py"
 WGRAD = "tests/gpu_tests/test_wgrad.py"
 TWO_GPUS = "tests/gpu_tests/test_two_gpus.py"
+PIPELINE = "tests/gpu_tests/test_pipeline.py"
 CP_BLOCKS = "tests/gpu_tests/test_context_parallel.py"
 SYMM_MEM = "tests/gpu_tests/test_symm_mem.py"
 SYMM_MEM_RANKS = "tests/gpu_tests/test_symm_mem_two_gpus.py"
 PERMUTE = "tests/gpu_tests/test_permute.py"
 DISPATCH = "tests/gpu_tests/test_dispatch_benchmark.py"
 OWN_PARTS = (LAUNCHES, WGRAD, TWO_GPUS, CP_BLOCKS, SYMM_MEM, SYMM_MEM_RANKS, DISPATCH, PERMUTE)
+OWN_PARTS = (LAUNCHES, WGRAD, TWO_GPUS, PIPELINE, CP_BLOCKS, SYMM_MEM, SYMM_MEM_RANKS, DISPATCH)
 """Files that `unit` leaves to parts of their own."""
 PARTS = (
     Part("loss", (f"{LAUNCHES}::test_loss_curves_of_cpu_and_cuda_agree",), 150),
@@ -65,6 +67,8 @@ PARTS = (
     Part("dispatch-sweep", (f"{DISPATCH}::test_tilings_are_swept",), 120),
     Part("symm-mem-2", (SYMM_MEM_RANKS,), 120, num_gpus=2),
     Part("dispatch-2", (f"{DISPATCH}::test_operations_are_timed_between_two_gpus",), 120, num_gpus=2),
+    Part("pp2", (f"{PIPELINE}::test_peak_memory_is_that_of_the_formula",), 120, num_gpus=2),
+    Part("pp2-curve", (f"{PIPELINE}::test_pipeline_curve_is_that_of_one_gpu",), 120, num_gpus=2),
     Part("unit", ("tests/gpu_tests", *(word for path in OWN_PARTS for word in ("--ignore", path))), 240),
     Part("cp-blocks", (CP_BLOCKS,), 90),
     Part("zero2", (f"{TWO_GPUS}::test_sharded_optimizer_hides_reduction_and_gather",), 120, num_gpus=2),

@@ -28,6 +28,8 @@ MOE = (
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-token-dispatcher-type alltoall"
 )
 EP2 = f"{MOE} --expert-model-parallel-size 2"
+PP2 = "--num-layers 4 --pipeline-model-parallel-size 2"
+VPP2 = "--num-virtual-stages-per-pipeline-rank 2 --untie-embeddings-and-output-weights"
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000"
 BF16_STATES = "--use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
@@ -67,6 +69,8 @@ def run(world_size: int, argv: Sequence[str]) -> list[RankResult]:
         ),
         pytest.param(1, 2, f"{MOE} --bf16", "--dataloader-type cyclic", id="cyclic", marks=pytest.mark.full),
         pytest.param(2, 2, f"{MOE} --moe-layer-freq 2 --optimizer sgd", "", id="dp2-sgd", marks=pytest.mark.full),
+        pytest.param(2, 1, PP2, "", id="pp2-tied", marks=pytest.mark.full),
+        pytest.param(2, 1, f"{PP2} {VPP2} {MOE} --bf16 {ZERO}", "--async-save", id="pp2-vpp2", marks=pytest.mark.full),
         pytest.param(1, 1, f"{MOE} --rampup-batch-size 2 2 12", "", id="rampup", marks=pytest.mark.full),
     ],
 )
