@@ -84,6 +84,16 @@ def become_rank(rank: int, world_size: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
+def allocator_config() -> str | None:
+    """PYTORCH_CUDA_ALLOC_CONF, or PYTORCH_ALLOC_CONF: how torch's CUDA allocator cuts memory."""
+    return _text("PYTORCH_CUDA_ALLOC_CONF") or _text("PYTORCH_ALLOC_CONF")
+
+
+def nccl_graph_register() -> str | None:
+    """NCCL_GRAPH_REGISTER: 0 keeps NCCL from registering the buffers of captured collectives."""
+    return _text("NCCL_GRAPH_REGISTER")
+
+
 def set_default(name: str, value: str) -> None:
     """Set a variable for libraries that are loaded later, unless the user has set it."""
     os.environ.setdefault(name, value)

@@ -42,6 +42,11 @@ class ProcessGroupCollection:
     world: dist.ProcessGroup | None = None
     """All ranks."""
 
+    def all_groups(self) -> list[dist.ProcessGroup]:
+        """Every group of more than this rank, once, in one order on all ranks."""
+        groups = (getattr(self, f.name) for f in fields(self))
+        return list(dict.fromkeys(group for group in groups if group is not None))
+
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: list[str] | None = None) -> "ProcessGroupCollection":
         """The groups held by `parallel_state`; all None while that is not initialised.

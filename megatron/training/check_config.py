@@ -150,13 +150,16 @@ def judge(args: argparse.Namespace, drafts: list[ConfigTopic], given: GivenArgum
         found.extend(draft.violations())
     found.extend(judge_rules(args, TRAINING_RULES))
     if args.num_experts:
-        found.extend(dispatcher_class(args.moe_token_dispatcher_type).check(args))
+        has_budget = args.moe_expert_rank_capacity_factor is not None
+        found.extend(dispatcher_class(args.moe_token_dispatcher_type, has_budget).check(args))
     lines: dict[str, None] = {}
     subjects = set()
     for item in found:
         if item.subject not in subjects and not given.unreadable.intersection(map(_dest, item.fields)):
             subjects.add(item.subject)
             lines[_with_flags(item, given)] = None
+    if args.cuda_graph_impl == "full_iteration":
+        lines.update(dict.fromkeys(allow_expandable_segments()))
     lines.update(dict.fromkeys(_batch_problems(args, given) + _idle_query_groups(args, given)))
     if args.deterministic_mode:
         lines.update(dict.fromkeys(make_environment_deterministic()))
@@ -238,6 +241,19 @@ def make_environment_deterministic() -> list[str]:
     env.set_default("CUBLAS_WORKSPACE_CONFIG", REPEATABLE_CUBLAS[0])
     env.set_default("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     return problems
+
+
+def allow_expandable_segments() -> list[str]:
+    """Problems of an allocator that maps memory anew: NCCL must not register the buffers of a capture then."""
+    if "expandable_segments:True" not in (env.allocator_config() or ""):
+        return []
+    if env.nccl_graph_register() not in (None, "0"):
+        return [
+            f"NCCL_GRAPH_REGISTER={env.nccl_graph_register()!r} with cuda_graph_impl='full_iteration' and "
+            "expandable_segments:True: NCCL cannot register memory that is mapped in pieces; set NCCL_GRAPH_REGISTER=0"
+        ]
+    env.set_default("NCCL_GRAPH_REGISTER", "0")
+    return []
 
 
 def add_notices(args: argparse.Namespace, given: GivenArguments) -> None:

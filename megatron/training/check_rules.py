@@ -37,6 +37,10 @@ def _turned_channels(args: Any) -> int:
     return int((args.kv_channels or 0) * args.rotary_percent)
 
 
+def _is_captured(args: Any) -> bool:
+    return args.cuda_graph_impl == "full_iteration"
+
+
 def _any_data(args: Any) -> bool:
     names = (
         "data_path",
@@ -189,6 +193,34 @@ TRAINING_RULES: tuple[Rule, ...] = (
         lambda args: args.calculate_per_token_loss and args.ddp_average_in_collective,
         "per-token gradients are summed and divided by the token count afterwards",
         "drop --ddp-average-in-collective or --calculate-per-token-loss",
+    ),
+    _refused(
+        "graph-cpu",
+        "captured steps on a CPU",
+        "cuda_graph_impl device",
+        lambda args: _is_captured(args) and args.device == "cpu",
+        "a CUDA graph needs a GPU",
+        "drop --cuda-graph-impl full_iteration, or run on a GPU",
+    ),
+    _refused(
+        "graph-weight-decay",
+        "captured steps under a weight decay that changes",
+        "cuda_graph_impl weight_decay_incr_style",
+        lambda args: _is_captured(args) and args.weight_decay_incr_style != "constant",
+        "a captured step keeps the weight decay that it was captured with",
+        "use --weight-decay-incr-style constant",
+    ),
+    _refused(
+        "graph-recompute-dropout",
+        "captured steps that recompute random numbers",
+        "cuda_graph_impl recompute_granularity attention_dropout hidden_dropout",
+        lambda args: (
+            _is_captured(args)
+            and getattr(args, "recompute_granularity", None) is not None
+            and (args.attention_dropout > 0 or args.hidden_dropout > 0 or bool(args.moe_input_jitter_eps))
+        ),
+        "random numbers cannot be drawn a second time inside a capture",
+        "set --attention-dropout 0 --hidden-dropout 0 and no --moe-input-jitter-eps, or drop --recompute-granularity",
     ),
     _refused(
         "no-data",

@@ -36,18 +36,29 @@ def evaluate(run: TrainingRun, data_iterator: Iterator[Any] | None, eval_iters: 
     _set_mode(run.model, training=False)
     totals: dict[str, torch.Tensor] = {}
     for _ in range(eval_iters):
-        reports = get_forward_backward_func()(
-            forward_step_func=run.forward_step_func,
-            data_iterator=chunk_iterators(data_iterator, num_microbatches, len(run.model)),
-            model=run.model,
-            num_microbatches=num_microbatches,
-            seq_length=args.seq_length,
-            micro_batch_size=micro_batch_size,
-            forward_only=True,
-        )
-        totals = sum_losses([totals, *reports])
+        if run.guarded_steps is not None:
+            batch_totals = run.guarded_steps.evaluate(data_iterator, num_microbatches, micro_batch_size)
+        else:
+            batch_totals = forward_losses(run, data_iterator, num_microbatches, micro_batch_size)
+        totals = sum_losses([totals, batch_totals])
     _set_mode(run.model, training=True)
     return mean_losses(totals, run.pg_collection)
+
+
+def forward_losses(
+    run: TrainingRun, data_iterator: Any, num_microbatches: int, micro_batch_size: int
+) -> dict[str, torch.Tensor]:
+    """Forward over one batch; returns the summed pairs [2] of this rank."""
+    reports = get_forward_backward_func()(
+        forward_step_func=run.forward_step_func,
+        data_iterator=chunk_iterators(data_iterator, num_microbatches, len(run.model)),
+        model=run.model,
+        num_microbatches=num_microbatches,
+        seq_length=run.args.seq_length,
+        micro_batch_size=micro_batch_size,
+        forward_only=True,
+    )
+    return sum_losses(reports)
 
 
 def _set_mode(model: Sequence[torch.nn.Module], training: bool) -> None:

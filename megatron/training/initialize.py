@@ -12,7 +12,7 @@ import logging
 import torch
 import torch.distributed as dist
 
-from megatron.core import env, num_microbatches_calculator, parallel_state
+from megatron.core import env, graph_state, num_microbatches_calculator, parallel_state, step_guard
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import build_batch_size_law, init_num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -134,13 +134,15 @@ def init_distributed(args: argparse.Namespace, device: torch.device) -> None:
 def shut_down() -> None:
     """Leave the process groups and forget everything that `initialize_megatron` set; a new run may follow.
 
-    Graphs that captured collectives must be gone before.
+    Graphs go first: a group does not end while a graph holds its communicator.
     """
+    graph_state.reset()
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     parallel_state.reset()
     num_microbatches_calculator.reset()
     last_collective.reset()
+    step_guard.reset()
     random.reset()
     global_vars.reset()

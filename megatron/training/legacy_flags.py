@@ -94,6 +94,7 @@ REPLACED = {
 
 def apply_aliases(given: "GivenArguments") -> None:
     """Replace deprecated values by current ones, with one notice each; a contradiction becomes a problem."""
+    _join_graph_switch_and_scope(given)
     for alias in ALIASES:
         if alias.flag.dest not in given.values:
             continue
@@ -112,6 +113,15 @@ def apply_aliases(given: "GivenArguments") -> None:
                 given.values[dest] = new
                 given.spellings[dest] = old
     _check_deepep(given)
+
+
+def _join_graph_switch_and_scope(given: "GivenArguments") -> None:
+    """Once one flag switched graphs on and another said how far they reach; here the second says it all."""
+    if "full_iteration" not in given.values.get("cuda_graph_scope", []):
+        return
+    for dest in ("enable_cuda_graph", "external_cuda_graph"):
+        if given.values.pop(dest, None) is not None:
+            given.notices.append(f"{given.spellings.pop(dest)} is deprecated; use --cuda-graph-impl full_iteration")
 
 
 def _without_positions(given: "GivenArguments") -> dict[str, Any]:

@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 if TYPE_CHECKING:
     from megatron.training.callbacks.base import CallbackList
+    from megatron.training.guarded_steps import GuardedSteps
 
 
 @dataclass
@@ -42,6 +43,10 @@ class StepResult:
     num_zeros_in_grad: float | None = None
     num_microbatches: int = 1
     batch_size: int = 0
+    num_overflows: int = 0
+    """How often the step was repeated because a rank had more rows than its budget."""
+    row_load: float | None = None
+    """Rows of the fullest rank in any layer, relative to a balanced routing; None without a row budget."""
 
 
 @dataclass
@@ -62,6 +67,8 @@ class TrainingRun:
     test_iterator: Iterator[Any] | None = None
     state: TrainState = field(default_factory=TrainState)
     callbacks: "CallbackList | None" = None
+    guarded_steps: "GuardedSteps | None" = None
+    """Runs the steps that read nothing before their end: captured ones, and those under a row budget."""
     counters: Counter[str] = field(default_factory=Counter)
     """What happened how often; printed at exit, so that a feature that never acted is seen."""
     exit_reason: str | None = None

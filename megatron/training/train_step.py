@@ -1,6 +1,6 @@
 """One training step: gradients of all microbatches, then the optimizer, then the schedule of the learning rate."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, tee
 from math import isfinite
 from typing import Any
@@ -29,23 +29,31 @@ def sum_losses(reports: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch
     return totals
 
 
+def reduce_totals(totals: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum the pairs of this rank over the ranks of `group`, in one all-reduce: per key [2] -> [keys, 2]."""
+    pairs = torch.stack(list(totals.values()))
+    all_reduce(pairs, group)
+    return pairs
+
+
+def means_of(keys: Iterable[str], pairs: Iterable[Sequence[float]]) -> dict[str, float]:
+    """Token-weighted mean per key from pairs on the host; 0 where no token counts."""
+    return {key: total / count if count else 0.0 for key, (total, count) in zip(keys, pairs, strict=True)}
+
+
 def mean_losses(totals: Mapping[str, torch.Tensor], groups: ProcessGroupCollection) -> dict[str, float]:
     """Turn the summed pairs of this rank into token-weighted means over the whole batch, known on every rank.
 
-    Only the last pipeline stage has pairs; it tells the others.
-
-    Shapes: per key [2] -> a number per key; 0 where no token counts.
+    Shapes: per key [2] -> a number per key.
     Host:   one all-reduce of all pairs together, then one read; with several stages a broadcast.
     """
-    return broadcast_object(_mean_losses(totals, groups.dp_cp), groups.pp, group_src=group_size(groups.pp) - 1)
+    means = means_of(totals, reduce_totals(totals, groups.dp_cp).tolist()) if totals else {}
+    return tell_all_stages(means, groups)
 
 
-def _mean_losses(totals: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> dict[str, float]:
-    if not totals:
-        return {}
-    pairs = torch.stack(list(totals.values()))  # [keys, 2]
-    all_reduce(pairs, group)
-    return {key: total / count if count else 0.0 for key, (total, count) in zip(totals, pairs.tolist(), strict=True)}
+def tell_all_stages(means: dict[str, float], groups: ProcessGroupCollection) -> dict[str, float]:
+    """The means of the last pipeline stage, which alone has losses."""
+    return broadcast_object(means, groups.pp, group_src=group_size(groups.pp) - 1)
 
 
 def chunk_iterators(iterator: Iterator[Any] | None, num_microbatches: int, num_chunks: int) -> list[Any]:
@@ -68,28 +76,34 @@ def refuse_non_finite(losses: Mapping[str, float], iteration: int) -> None:
         )
 
 
-def compute_gradients(run: TrainingRun) -> dict[str, float]:
-    """Forward and backward over all microbatches; the gradients of every rank are complete afterwards."""
+def accumulate_gradients(run: TrainingRun, data_iterator: Any, num_microbatches: int) -> dict[str, torch.Tensor]:
+    """Forward and backward over all microbatches; the gradients of every rank are complete afterwards.
+
+    Returns the summed pairs [2] of this rank. Host: no synchronisation, unless a module waits.
+    """
     for chunk in run.model:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
     reports = get_forward_backward_func()(
         forward_step_func=run.forward_step_func,
-        data_iterator=chunk_iterators(run.train_iterator, get_num_microbatches(), len(run.model)),
+        data_iterator=chunk_iterators(data_iterator, num_microbatches, len(run.model)),
         model=run.model,
-        num_microbatches=get_num_microbatches(),
+        num_microbatches=num_microbatches,
         seq_length=run.args.seq_length,
         micro_batch_size=run.args.micro_batch_size,
         forward_only=False,
     )
-    return mean_losses(sum_losses(reports), run.pg_collection)
+    return sum_losses(reports)
 
 
 def train_step(run: TrainingRun) -> StepResult:
     """Do one step and say how it went. Counters of `run.state` are left to the caller."""
+    if run.guarded_steps is not None:
+        return run.guarded_steps.train_step()
     args = run.args
     num_microbatches, batch_size = get_num_microbatches(), get_current_global_batch_size()
-    losses = compute_gradients(run)
+    totals = accumulate_gradients(run, run.train_iterator, num_microbatches)
+    losses = mean_losses(totals, run.pg_collection)
     if args.check_for_nan_in_loss_and_grad:
         refuse_non_finite(losses, run.state.iteration + 1)
     if args.empty_unused_memory_level >= 1 and run.device.type == "cuda":

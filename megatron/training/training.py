@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron.core import graph_state
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -30,6 +31,7 @@ from megatron.training.checkpointing import CheckpointWriter, load_checkpoint
 from megatron.training.data_loaders import build_train_valid_test_data_iterators
 from megatron.training.evaluation import evaluate_and_print
 from megatron.training.flops import num_floating_point_operations
+from megatron.training.guarded_steps import build_guarded_steps
 from megatron.training.heartbeat import Heartbeat, open_store
 from megatron.training.initialize import initialize_megatron, shut_down
 from megatron.training.memory_estimate import report_memory_estimate
@@ -73,13 +75,17 @@ def pretrain(
             restore_generators = load_checkpoint(run)
             build_data(run, train_valid_test_dataset_provider)
             restore_generators()
+            run.guarded_steps = build_guarded_steps(run)
             run.callbacks = CallbackList([*stream_checks, *standard_callbacks(args, start_time, heartbeat), *callbacks])
             if not args.skip_train:
                 train(run)
             if run.exit_reason is None:
                 evaluate_at_end(run)
+            if run.guarded_steps is not None:
+                run.guarded_steps.close()
             log_single_rank(logger, logging.INFO, f"counters: {dict(run.counters)}")
     finally:
+        graph_state.destroy_graphs()
         close_writers()
     shut_down()
     return run

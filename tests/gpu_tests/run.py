@@ -48,7 +48,8 @@ SYMM_MEM = "tests/gpu_tests/test_symm_mem.py"
 SYMM_MEM_RANKS = "tests/gpu_tests/test_symm_mem_two_gpus.py"
 PERMUTE = "tests/gpu_tests/test_permute.py"
 DISPATCH = "tests/gpu_tests/test_dispatch_benchmark.py"
-OWN_PARTS = (LAUNCHES, WGRAD, TWO_GPUS, CP_BLOCKS, SYMM_MEM, SYMM_MEM_RANKS, DISPATCH, PERMUTE)
+GRAPH = "tests/gpu_tests/test_full_iteration_graph.py"
+OWN_PARTS = (LAUNCHES, WGRAD, TWO_GPUS, CP_BLOCKS, SYMM_MEM, SYMM_MEM_RANKS, DISPATCH, PERMUTE, GRAPH)
 OWN_PARTS = (LAUNCHES, WGRAD, TWO_GPUS, PIPELINE, CP_BLOCKS, SYMM_MEM, SYMM_MEM_RANKS, DISPATCH)
 """Files that `unit` leaves to parts of their own."""
 PARTS = (
@@ -69,7 +70,12 @@ PARTS = (
     Part("dispatch-2", (f"{DISPATCH}::test_operations_are_timed_between_two_gpus",), 120, num_gpus=2),
     Part("pp2", (f"{PIPELINE}::test_peak_memory_is_that_of_the_formula",), 120, num_gpus=2),
     Part("pp2-curve", (f"{PIPELINE}::test_pipeline_curve_is_that_of_one_gpu",), 120, num_gpus=2),
+    Part("graph", (GRAPH, "-k", "repeatable or hundred and 0.1"), 120),
+    Part("graph-overflow", (GRAPH, "-k", "overflows_and or skipped or resume"), 120),
+    Part("graph-figures", (GRAPH, "-k", "larger"), 120),
+    Part("graph-2", (GRAPH, "-k", "two_gpus or ends_by"), 240, num_gpus=2),
     Part("unit", ("tests/gpu_tests", *(word for path in OWN_PARTS for word in ("--ignore", path))), 240),
+    Part("graph-plain", (GRAPH, "-k", "hundred and not 0.1"), 120),
     Part("cp-blocks", (CP_BLOCKS,), 90),
     Part("zero2", (f"{TWO_GPUS}::test_sharded_optimizer_hides_reduction_and_gather",), 120, num_gpus=2),
     Part("tp2", (f"{TWO_GPUS}::test_tensor_parallel_hides_a_part_of_its_exchanges",), 120, num_gpus=2),

@@ -93,7 +93,10 @@ class MoEConfig(ConfigTopic):
     """Thread blocks (SMs) of the flex dispatcher's communication kernels; unset: the engine's own choice."""
 
     moe_expert_rank_capacity_factor: float | None = None
-    """Rows that an expert rank can take, relative to a balanced load, so that shapes are static; more is flagged."""
+    """Rows that an expert rank provides for, relative to a balanced load; more of them repeat the step with more."""
+
+    moe_rank_capacity_tiers: list[float] = knob([])
+    """Larger factors with which a step of too many rows is repeated in turn; at last it is repeated without a limit."""
 
     moe_permute_fusion: bool = False
     """Kernels that order rows by expert and add up those of a token; the flex dispatcher always has them."""
@@ -265,4 +268,22 @@ class MoEConfig(ConfigTopic):
             remedy = "set --moe-expert-capacity-factor or drop --moe-pad-expert-input-to-capacity"
             names = "moe_pad_expert_input_to_capacity moe_expert_capacity_factor"
             found.append(violation(self, names, "there is no capacity to pad to", remedy))
+        return found + self._check_row_budget()
+
+    def _check_row_budget(self) -> list[Violation]:
+        found = []
+        name, factor = "moe_expert_rank_capacity_factor", self.moe_expert_rank_capacity_factor
+        tiers = list(self.moe_rank_capacity_tiers)
+        if factor is not None and factor <= 0:
+            found.append(violation(self, name, "a budget holds rows", "set a factor above 0, for instance 1.2"))
+        if factor is not None and self.moe_expert_capacity_factor is not None:
+            remedy = "drop --moe-expert-capacity-factor or --moe-expert-rank-capacity-factor"
+            reason = "a budget for ranks keeps every token, a capacity of experts drops some"
+            found.append(violation(self, f"{name} moe_expert_capacity_factor", reason, remedy))
+        if tiers and factor is None:
+            remedy = "set --moe-expert-rank-capacity-factor or drop --moe-rank-capacity-tiers"
+            found.append(violation(self, f"moe_rank_capacity_tiers {name}", "tiers follow a first budget", remedy))
+        elif factor is not None and [factor, *tiers] != sorted({factor, *tiers}):
+            remedy = "list rising factors above --moe-expert-rank-capacity-factor"
+            found.append(violation(self, f"moe_rank_capacity_tiers {name}", "each tier has more room", remedy))
         return found

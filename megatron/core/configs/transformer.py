@@ -5,6 +5,7 @@ import dataclasses
 from megatron.core.configs.architecture import ArchitectureConfig
 from megatron.core.configs.base import Violation, violation
 from megatron.core.configs.compat import judge
+from megatron.core.configs.cuda_graph import CudaGraphConfig
 from megatron.core.configs.fp8 import Fp8Config
 from megatron.core.configs.moe import MoEConfig
 from megatron.core.configs.parallel import ModelParallelConfig
@@ -14,7 +15,7 @@ _OTHER_SPELLINGS = {"allgather": "all_gather"}
 
 
 @dataclasses.dataclass(kw_only=True)
-class TransformerConfig(MoEConfig, Fp8Config, ArchitectureConfig, ModelParallelConfig):
+class TransformerConfig(CudaGraphConfig, MoEConfig, Fp8Config, ArchitectureConfig, ModelParallelConfig):
     """Everything that the modules of a model read; construction derives open values and reports all violations."""
 
     def derive(self) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core import step_guard
 from megatron.core.configs.parallel import ModelParallelConfig
 from megatron.core.deferred_wgrad import forget_deferred, is_wgrad_deferred, set_gradient_report
 from megatron.core.distributed.bucket_group import BucketGroup, BucketParams
@@ -192,7 +193,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _start_next(self) -> None:
         bucket = self.bucket_groups[self._num_started]
-        if self._checks_gradients:
+        if self._checks_gradients and step_guard.active() is None:
             bucket.raise_if_not_finite()
         bucket.start(async_op=self.ddp_config.overlap_grad_reduce)
         self._num_started += 1

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megatron.core import step_guard
 from megatron.core.deferred_wgrad import WgradSink
 from megatron.core.fusions.fused_wgrad import GroupedWgrad
 from megatron.core.utils.stacked import stacked
@@ -34,7 +35,10 @@ _ALIGNMENT_BYTES = 16
 
 def uses_grouped_kernel(rows: torch.Tensor, out_features: int) -> bool:
     """True if `grouped_linear` for rows [R, in] runs the kernel that reads its group ends on the device."""
-    if not (rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[0] > 0):
+    if not rows.is_cuda:
+        # there it is slower, but it is the form of a step that must not read its counts
+        return step_guard.active() is not None and rows.dtype in (torch.bfloat16, torch.float32)
+    if rows.dtype != torch.bfloat16 or rows.shape[0] == 0:
         return False
     widths = (rows.shape[1], out_features)
     return all(width * rows.element_size() % _ALIGNMENT_BYTES == 0 for width in widths)

@@ -18,6 +18,7 @@ from itertools import pairwise
 
 import torch
 
+from megatron.core import step_guard
 from megatron.core.fusions.grouped_wgrad import grouped_wgrad, uses_wgrad_kernel
 from megatron.core.utils.stacked import stacked_view
 from megatron.core.utils.upcast import upcast
@@ -41,6 +42,9 @@ def accumulate_wgrad(
         return
     if isinstance(ends, torch.Tensor) and uses_wgrad_kernel(main_grad, grad, rows):
         grouped_wgrad(main_grad, grad, rows, ends)
+        return
+    if isinstance(ends, torch.Tensor) and not grad.is_cuda and step_guard.active() is not None:
+        main_grad.add_(torch._grouped_mm(upcast(grad).t(), upcast(rows), offs=ends))  # reads nothing, as on a GPU
         return
     limits = ends.tolist() if isinstance(ends, torch.Tensor) else list(ends)
     for expert, (begin, end) in enumerate(pairwise([0, *limits])):

@@ -7,6 +7,8 @@ step():
     4. clip;
     5. update the main parameters (torch's fused kernels) and round them into the model's.
 
+`step_on_device` does the same for a step whose effects a guard decides on the device, and reads nothing.
+
 State is kept by the parameter's global name, so that it can be saved and loaded without knowing the order of groups.
 """
 
@@ -24,6 +26,7 @@ from megatron.core.optimizer.param_groups import build_param_groups
 from megatron.core.optimizer.precision_aware_adam import PrecisionAwareAdam
 from megatron.core.optimizer.sharded_params import ShardedMainParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.step_guard import StepGuard
 from megatron.core.utils.collectives import MAX, all_reduce
 
 SAVED_GROUP_KEYS = ("lr", "weight_decay")
@@ -48,6 +51,15 @@ class ParamState(NamedTuple):
     """the live tensors by key: of the parameter's shape, flat [n] if only a range of it is kept, or scalars []"""
     flat_range: tuple[int, int] | None = None
     """first element of the flattened parameter that is kept, and the one behind the last; None: all in its shape"""
+
+
+class DeviceStep(NamedTuple):
+    """What a step leaves on the device."""
+
+    norm: torch.Tensor
+    """gradient norm before clipping []"""
+    num_zeros: torch.Tensor | None
+    """zeros in the gradient [], int64, if they are counted"""
 
 
 class MegatronOptimizer:
@@ -76,7 +88,8 @@ class MegatronOptimizer:
         for group in groups:
             kept = [(name, main_of[p]) for name, p in zip(group["names"], group["params"], strict=True) if p in main_of]
             group["names"], group["params"] = [name for name, _ in kept], [main for _, main in kept]
-        self._inner = _build_inner(config, groups)
+        self._inner = _build_inner(config, groups, self.device)
+        self._rates = self._rates_on_device()
         self._fill_state()
         self._scaler = build_grad_scaler(config, self.device)
 
@@ -120,33 +133,93 @@ class MegatronOptimizer:
         # Step 2
         if self._scaler is not None:
             found_inf = self._unscale(grads)
-            self._scaler.update(found_inf)
-            if found_inf:
+            all_reduce(found_inf, self.pg_collection.world, MAX)
+            is_skipped = bool(found_inf.item() > 0)
+            self._scaler.update(is_skipped)
+            if is_skipped:
                 self._main.release_grads()
                 return False, None, None
         # Step 3
-        unique = unique_tensors(self._main.grads_by_param(), self.norm_groups)
-        norm = total_norm(unique, self.norm_groups, self.device)
-        num_zeros = None
-        if self.config.log_num_zeros_in_grad:
-            num_zeros = int(count_zeros(unique, self.norm_groups, self.device))
+        norm, num_zeros = self._measure()
         # Step 4
         if self.config.clip_grad > 0.0:
             clip_by_total_norm(grads, self.config.clip_grad, norm)
         # Step 5
-        self._inner.step()
-        self._main.release_grads()
-        self._main.write_back()
-        return True, float(norm), num_zeros
+        self.write_learning_rates()
+        self._update(None)
+        return True, float(norm), None if num_zeros is None else int(num_zeros)
 
-    def _unscale(self, grads: list[torch.Tensor]) -> bool:
-        """Divide by the loss scale; True if any rank of the world has a gradient that is not finite."""
+    @torch.no_grad()
+    def step_on_device(self, guard: StepGuard, refuses_non_finite: bool) -> DeviceStep:
+        """As `step`, without a host read: `guard` is settled among all ranks and decides whether anything changes.
+
+        A norm that is inf or nan raises the guard with `refuses_non_finite`, an overflow under a loss scale always.
+        Graph: capturable. Learning rates are read from the device, see `write_learning_rates`.
+        """
+        # Step 1
+        grads = self._main.collect_grads()
+        # Step 2
+        if self._scaler is not None:
+            guard.report_non_finite(self._unscale(grads))
+        # Step 3
+        norm, num_zeros = self._measure()
+        if refuses_non_finite:
+            guard.report_values(norm)
+        guard.agree(self.pg_collection.world)
+        raised = guard.raised()
+        # Step 4
+        if self.config.clip_grad > 0.0:
+            kept = torch.where(raised > 0, torch.zeros_like(norm), norm)  # a norm of zero clips nothing
+            clip_by_total_norm(grads, self.config.clip_grad, kept)
+        # Step 5
+        self._update(raised)
+        return DeviceStep(norm, num_zeros)
+
+    def settle(self, is_skipped: bool) -> None:
+        """Tell the loss scale how a step on the device ended."""
+        if self._scaler is not None:
+            self._scaler.update(is_skipped)
+
+    def _unscale(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        """Divide by the loss scale; fp32 [1], above 0 if this rank has a gradient that is not finite."""
         assert self._scaler is not None, "unscaling needs a loss scale"
         found_inf = torch.zeros(1, dtype=torch.float32, device=self.device)
         if grads:
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, self._scaler.inv_scale)
-        all_reduce(found_inf, self.pg_collection.world, MAX)
-        return bool(found_inf.item() > 0)
+        return found_inf
+
+    def _measure(self) -> DeviceStep:
+        """Norm and zeros of the collected gradients, over all ranks."""
+        unique = unique_tensors(self._main.grads_by_param(), self.norm_groups)
+        norm = total_norm(unique, self.norm_groups, self.device)
+        is_counted = self.config.log_num_zeros_in_grad
+        return DeviceStep(norm, count_zeros(unique, self.norm_groups, self.device) if is_counted else None)
+
+    def _rates_on_device(self) -> list[torch.Tensor]:
+        """A learning rate [] for each group; none where the kernels take numbers: on a CPU, and in fp64."""
+        params = [group["params"] for group in self.param_groups]
+        if self.device.type != "cuda" or any(param.dtype != torch.float32 for group in params for param in group):
+            return []
+        return [torch.zeros((), dtype=torch.float32, device=self.device) for _ in params]
+
+    def write_learning_rates(self) -> None:
+        """Bring the groups' learning rates to where the kernels read them. Host: no synchronisation."""
+        for rate, group in zip(self._rates, self.param_groups, strict=False):
+            rate.fill_(group["lr"])
+
+    def _update(self, found_inf: torch.Tensor | None) -> None:
+        """Step 5; with `found_inf` [] of 1.0 the kernels leave weights, moments and step counts alone."""
+        numbers = [group["lr"] for group in self.param_groups]
+        self._inner.found_inf = found_inf  # type: ignore[attr-defined]
+        for rate, group in zip(self._rates, self.param_groups, strict=False):
+            group["lr"] = rate
+        try:
+            self._inner.step()
+        finally:
+            for number, group in zip(numbers, self.param_groups, strict=True):
+                group["lr"] = number
+        self._main.release_grads()
+        self._main.write_back()
 
     def reload_model_params(self) -> None:
         """Renew the main copies after the model's weights were loaded without optimizer state."""
@@ -217,15 +290,18 @@ class MegatronOptimizer:
         self._main.write_back()
 
 
-def _build_inner(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _build_inner(config: OptimizerConfig, groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
     """Build torch's fused Adam, AdamW or SGD, or the Adam with moments of other dtypes."""
+    betas = (config.adam_beta1, config.adam_beta2)
     if config.use_precision_aware_optimizer:
-        betas = (config.adam_beta1, config.adam_beta2)
         return PrecisionAwareAdam(groups, betas, config.adam_eps, config.decoupled_weight_decay)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=config.sgd_momentum, fused=True)
     kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-    return kind(groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)
+    # "capturable" changes nothing in the fused kernels, it only lets a capture pass; torch warns if there is none
+    inner = kind(groups, betas=betas, eps=config.adam_eps, fused=True, capturable=device.type == "cuda")
+    inner._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+    return inner
 
 
 def _check_dtypes(config: OptimizerConfig, groups: list[dict[str, Any]]) -> None:

@@ -53,6 +53,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
             [],
             [state["step"]],
             fused=True,
+            found_inf=getattr(self, "found_inf", None),
             decoupled_weight_decay=self.is_weight_decay_decoupled,
             amsgrad=False,
             beta1=beta1,

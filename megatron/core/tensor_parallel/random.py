@@ -46,26 +46,40 @@ def get_data_parallel_rng_tracker_name() -> str:
     return _DATA_PARALLEL_RNG_TRACKER_NAME
 
 
-def _get_state(device: torch.device) -> torch.Tensor:
-    """State of `device`'s default generator, uint8 [bytes], on the CPU."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+RngState = torch.Tensor | torch.Generator
+"""A state as the tracker keeps it: on a CPU its bytes, uint8 [bytes], on CUDA a generator, which graphs can use."""
 
 
-def _set_state(device: torch.device, state: torch.Tensor) -> None:
-    """Put `state`, uint8 [bytes], into `device`'s default generator."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
+def _default_generator(device: torch.device) -> torch.Generator:
+    """The default generator of a CUDA device."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def _get_state(device: torch.device) -> RngState:
+    """State that `device`'s default generator draws from."""
+    return _default_generator(device).graphsafe_get_state() if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_state(device: torch.device, state: RngState) -> None:
+    """Let `device`'s default generator draw from `state`; on CUDA the state itself advances, no bytes are copied."""
+    if isinstance(state, torch.Generator):
+        _default_generator(device).graphsafe_set_state(state)
     else:
         torch.set_rng_state(state)
 
 
+def _seeded_state(device: torch.device, seed: int) -> RngState:
+    """The state that `seed` gives."""
+    generator = torch.Generator(device)
+    generator.manual_seed(seed)
+    return generator if device.type == "cuda" else generator.get_state()
+
+
 def _seed_device(device: torch.device, seed: int) -> None:
     """Seed `device`'s default generator and leave the other devices' alone."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+    generator = _default_generator(device) if device.type == "cuda" else torch.default_generator
+    generator.manual_seed(seed)
 
 
 class RngStatesTracker:
@@ -73,7 +87,7 @@ class RngStatesTracker:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._states: dict[str, torch.Tensor] = {}
+        self._states: dict[str, RngState] = {}
         self._seeds: set[int] = set()
 
     def is_initialized(self) -> bool:
@@ -87,11 +101,28 @@ class RngStatesTracker:
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """All states, {name: uint8 [bytes]}, for checkpoints; a later fork replaces tensors and writes in none."""
-        return dict(self._states)
+        kept = self._states.items()
+        return {name: state.get_state() if isinstance(state, torch.Generator) else state for name, state in kept}
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Replace all states, {name: uint8 [bytes]}; the seeds seen so far are kept."""
-        self._states = dict(states)
+        """Replace all states, {name: uint8 [bytes]}; the seeds seen so far are kept.
+
+        Graph: a state that exists already is written in place: graphs that draw from it go on from here.
+        """
+        self._states = {name: self._restored(name, state) for name, state in states.items()}
+
+    def _restored(self, name: str, state: torch.Tensor) -> RngState:
+        """A state from its bytes, uint8 [bytes]."""
+        if self.device.type != "cuda":
+            return state
+        known = self._states.get(name)
+        generator = known if isinstance(known, torch.Generator) else torch.Generator(self.device)
+        generator.set_state(state)
+        return generator
+
+    def generators(self) -> list[torch.Generator]:
+        """The states that a graph has to register; none on a CPU."""
+        return [state for state in self._states.values() if isinstance(state, torch.Generator)]
 
     def add(self, name: str, seed: int) -> None:
         """Add the state that `seed` gives; name and seed must be new, two regions with one seed draw alike."""
@@ -100,16 +131,13 @@ class RngStatesTracker:
         if seed in self._seeds:
             raise RuntimeError(f"rng state {name!r}: seed {seed} is taken by another state; choose another seed.")
         self._seeds.add(seed)
-        before = _get_state(self.device)
-        _seed_device(self.device, seed)
-        self._states[name] = _get_state(self.device)
-        _set_state(self.device, before)
+        self._states[name] = _seeded_state(self.device, seed)
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
         """Draw from state `name` inside the block; it advances, the default generator is as before afterwards.
 
-        Host: no synchronisation on the CPU; on CUDA the state is read from and written to the host.
+        Host: no synchronisation. Graph: capturable, if the graph has registered `generators()`.
         """
         if name not in self._states:
             raise RuntimeError(
@@ -120,7 +148,8 @@ class RngStatesTracker:
         try:
             yield
         finally:
-            self._states[name] = _get_state(self.device)
+            if self.device.type != "cuda":
+                self._states[name] = _get_state(self.device)
             _set_state(self.device, before)
 
 
@@ -138,6 +167,21 @@ _STATE = _RandomState()
 def get_cuda_rng_tracker() -> RngStatesTracker:
     """The tracker of this process; it serves the device that was seeded last, the CPU before that."""
     return _STATE.tracker
+
+
+class DeviceRngState:
+    """Where the random numbers of a device stand: its default generator and the states of the tracker."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Note the present states. Host: no synchronisation."""
+        self._default = _default_generator(device) if device.type == "cuda" else torch.default_generator
+        self._state = self._default.get_state()
+        self._tracked = get_cuda_rng_tracker().get_states()
+
+    def restore(self) -> None:
+        """Go back to them, in place: graphs that draw from these states follow."""
+        self._default.set_state(self._state)
+        get_cuda_rng_tracker().set_states(self._tracked)
 
 
 def random_region(differs: bool) -> AbstractContextManager[None]:

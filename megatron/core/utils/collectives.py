@@ -6,7 +6,7 @@ all-gather of one tensor were called `reduce_scatter_tensor` and `all_gather_int
 hangs can say where each rank stands (`last_collective`, read by training/heartbeat.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,15 @@ def all_reduce(
         return None
     last_collective.note("all_reduce", group)
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+
+def warm_up(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """Use every group once: NCCL makes a communicator when it is first needed, which it cannot during a graph capture.
+
+    All ranks pass their groups in the same order.
+    """
+    for group in groups:
+        all_reduce(torch.zeros(1, device=device), group)
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None, group_src: int = 0) -> None:

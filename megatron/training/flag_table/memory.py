@@ -33,17 +33,15 @@ FEATURES = (
         "drop the flag: main weights are fp32",
         value("--main-params-dtype", str, "fp32", "fp32|fp16"),
     ),
-    not_yet(
-        "CUDA graphs",
-        "drop the flag: steps run eagerly",
-        value("--cuda-graph-impl", str, "none", "none|local|transformer_engine|full_iteration"),
+    refused(
+        "CUDA graphs of single layers",
+        "drop the flag, and use --cuda-graph-impl full_iteration to capture the whole step",
         words("--cuda-graph-modules", str, [], "attn|mlp|moe|moe_router|moe_preprocess|mamba"),
-        switch("--optimizer-cuda-graph"),
     ),
     no_effect(
         "settings of CUDA graphs",
-        "steps run eagerly, random states need no special tracker",
-        value("--cuda-graph-warmup-steps", int, 3),
+        "a captured step has its optimizer inside, and random states are graph-safe as they are",
+        switch("--optimizer-cuda-graph"),
         switch("--te-rng-tracker"),
     ),
     refused(

@@ -1,6 +1,6 @@
 """Flags of mixture-of-experts layers: kernels, the flex dispatcher, overlap, device-side budgets."""
 
-from megatron.training.flag_table.rows import ValueRow, no_effect, not_yet, switch, value, words
+from megatron.training.flag_table.rows import ValueRow, no_effect, not_yet, switch, value
 
 FEATURES = (
     no_effect(
@@ -34,9 +34,8 @@ FEATURES = (
         switch("--log-overlap"),
     ),
     not_yet(
-        "dropless MoE with a static budget",
-        "drop the flag, or use --moe-expert-capacity-factor",
-        words("--moe-rank-capacity-tiers", float),
+        "paged buffers for expert activations",
+        "drop the flag, and lower --moe-expert-rank-capacity-factor if memory is short",
         switch("--moe-paged-stash"),
         value("--moe-paged-stash-page-size", int, 64),
         value("--moe-paged-stash-buffer-size-factor-cuda", float, 1.1),

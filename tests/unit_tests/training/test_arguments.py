@@ -197,7 +197,6 @@ def test_contradiction_names_values_and_remedy(flags, subject, text):
         ("--exp-avg-dtype fp8", "scaled moments"),
         ("--num-distributed-optimizer-instances 2", "replicas of the distributed optimizer"),
         ("--recompute-granularity full", "activation recompute"),
-        ("--cuda-graph-impl full_iteration", "CUDA graphs"),
         ("--fp8-param-gather", "parameters gathered in FP8"),
         ("--overlap-moe-expert-parallel-comm", "overlap of expert communication"),
         ("--moe-dispatch-fwd-dtype fp8", "narrow floats on the wire"),
@@ -274,7 +273,7 @@ def test_deepep_needs_the_flex_dispatcher():
 @pytest.mark.parametrize(
     ("flags", "subject", "text"),
     [
-        ("", "moe_token_dispatcher_type='alltoall'", "no budget of rows"),
+        ("allgather", "moe_token_dispatcher_type='allgather'", "no budget of rows"),
         (
             "flex",
             "moe_expert_rank_capacity_factor=1.5 with moe_flex_dispatcher_backend='deepep'",

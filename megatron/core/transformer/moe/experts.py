@@ -43,6 +43,15 @@ class SequentialMLP(ExpertNumbering, MegatronModule):
         for param in self.parameters():
             param.allreduce = is_reduced_like_dense(groups)  # type: ignore[attr-defined]
 
+    def graph_capture_blockers(self) -> list[str]:
+        """Why a step with these experts cannot be captured."""
+        if self.config.moe_pad_expert_input_to_capacity:
+            return []
+        return [
+            "cuda_graph_impl='full_iteration' with moe_grouped_gemm=False: experts in sequence need their counts on "
+            "the host; add --moe-grouped-gemm."
+        ]
+
     def forward(
         self,
         permuted_local_hidden_states: torch.Tensor,

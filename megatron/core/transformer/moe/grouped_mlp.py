@@ -137,6 +137,16 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
             allreduce=allreduce,
         )
 
+    def graph_capture_blockers(self) -> list[str]:
+        """Why a step with these experts cannot be captured."""
+        config, dtype = self.config, self.linear_fc1.weights[0].dtype
+        if config.moe_pad_expert_input_to_capacity or dtype == torch.bfloat16:
+            return []
+        return [
+            f"cuda_graph_impl='full_iteration' with params_dtype={dtype}: the grouped kernel that reads row counts on "
+            "the device is for bf16; add --bf16, or pad experts with --moe-pad-expert-input-to-capacity."
+        ]
+
     def forward(
         self,
         permuted_local_hidden_states: torch.Tensor,

@@ -92,6 +92,18 @@ class MoELayer(MegatronModule):
         rows = self.combine(rows, state)
         return self.postprocess(rows, shared_output, state), None
 
+    def graph_capture_blockers(self) -> list[str]:
+        """Why a step with this layer cannot be captured, each as `field=value: reason; remedy`."""
+        traits = self.token_dispatcher.traits
+        if traits.host_sync_free and traits.static_shapes:
+            return []
+        return [
+            f"cuda_graph_impl='full_iteration' with moe_token_dispatcher_type="
+            f"{self.config.moe_token_dispatcher_type!r}: the host reads how many rows go where, and their number "
+            "changes; set --moe-expert-rank-capacity-factor (no token is lost), or --moe-expert-capacity-factor with "
+            "--moe-pad-expert-input-to-capacity, or run with --cuda-graph-impl none."
+        ]
+
     def route_and_preprocess(
         self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, DispatchState]:

@@ -115,6 +115,15 @@ class TopKRouter(MegatronModule, ExactBuffersModule):
         """
         return self.routing(self.gate(self.apply_input_jitter(hidden_states)), padding_mask)
 
+    def graph_capture_blockers(self) -> list[str]:
+        """Why a step with this router cannot be captured."""
+        if not self.is_sinkhorn:
+            return []
+        return [
+            "cuda_graph_impl='full_iteration' with moe_router_load_balancing_type='sinkhorn': the host reads after "
+            "every round whether one more is needed; use --moe-router-load-balancing-type aux_loss."
+        ]
+
     def apply_input_jitter(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Multiply [s, B, h] by U(1 - eps, 1 + eps), element by element, in training."""
         eps = self.config.moe_input_jitter_eps

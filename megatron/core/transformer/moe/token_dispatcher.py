@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from megatron.core import step_guard
 from megatron.core.configs.base import Violation, violation
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.errors import ConfigError
@@ -46,6 +47,11 @@ DISPATCHERS = {
     "flex": ("megatron.core.transformer.moe.dispatchers.hybridep.dispatcher", "MoEFlexTokenDispatcher"),
 }
 """Value of --moe-token-dispatcher-type -> module and class; the module is imported when the dispatcher is built."""
+
+DISPATCHERS_WITH_BUDGET = {
+    "alltoall": ("megatron.core.transformer.moe.dispatchers.padded_alltoall", "MoEPaddedAlltoAllTokenDispatcher"),
+}
+"""The form of a dispatcher that takes a row budget, where it is a class of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,16 +137,19 @@ class MoETokenDispatcher(abc.ABC):
         self.row_multiple = 1
         self._agreed_tokens: dict[int, int] = {}
 
+    has_row_budget = False
+    """True if the rows of a rank can have a budget, and what does not fit is reported to the step's guard."""
+
     has_backends = False
     """True if --moe-flex-dispatcher-backend chooses what moves the rows."""
 
     @classmethod
     def check(cls, config: Any) -> list[Violation]:
         """Judge the options that only some dispatchers have; `config` holds the fields of `MoEConfig`."""
-        if config.moe_expert_rank_capacity_factor is None:
+        if config.moe_expert_rank_capacity_factor is None or cls.has_row_budget:
             return []
         names = "moe_expert_rank_capacity_factor moe_token_dispatcher_type"
-        remedy = "use --moe-token-dispatcher-type flex, or drop --moe-expert-rank-capacity-factor"
+        remedy = "use --moe-token-dispatcher-type alltoall or flex, or drop --moe-expert-rank-capacity-factor"
         return [violation(config, names, "this dispatcher has no budget of rows", remedy)]
 
     @property
@@ -195,7 +204,8 @@ class MoETokenDispatcher(abc.ABC):
 
         A CPU group waits for every collective anyway, so there they are asked each time.
         """
-        if num_tokens not in self._agreed_tokens or device.type == "cpu":
+        is_asked_again = device.type == "cpu" and step_guard.active() is None  # a guarded step reads nothing
+        if num_tokens not in self._agreed_tokens or is_asked_again:
             self._agreed_tokens[num_tokens] = agree(num_tokens, self.expert_ranks_group, device)
         return self._agreed_tokens[num_tokens]
 
@@ -228,12 +238,12 @@ class MoETokenDispatcher(abc.ABC):
         """Rows [S, h] -> hidden [T, h], the rows of each token added up in fp32 at least."""
 
 
-def dispatcher_class(name: str) -> type[MoETokenDispatcher]:
-    """Import the class behind a value of --moe-token-dispatcher-type."""
+def dispatcher_class(name: str, has_budget: bool = False) -> type[MoETokenDispatcher]:
+    """Import the class behind a value of --moe-token-dispatcher-type, for use with a row budget or without."""
     if name not in DISPATCHERS:
         known = ", ".join(sorted(DISPATCHERS))
         raise ConfigError(f"moe_token_dispatcher_type={name!r}: not a dispatcher of this tree; choose one of {known}.")
-    module, class_name = DISPATCHERS[name]
+    module, class_name = (DISPATCHERS_WITH_BUDGET if has_budget else DISPATCHERS).get(name, DISPATCHERS[name])
     return getattr(importlib.import_module(module), class_name)
 
 
@@ -244,7 +254,8 @@ def build_dispatcher(
     groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
     num_local = divide(config.num_moe_experts or 0, group_size(groups.ep))
     first = group_rank(groups.ep) * num_local
-    chosen = dispatcher_class(config.moe_token_dispatcher_type)
+    has_budget = config.moe_expert_rank_capacity_factor is not None
+    chosen = dispatcher_class(config.moe_token_dispatcher_type, has_budget)
     found = chosen.check(config)
     if found:
         raise ConfigError("\n".join(str(item) for item in found))

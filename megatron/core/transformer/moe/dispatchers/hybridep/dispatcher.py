@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megatron.core import step_guard
 from megatron.core.configs.base import Violation, violation
 from megatron.core.transformer.moe.dispatchers.hybridep.engine import (
     EngineSetup,
@@ -53,6 +54,7 @@ class FlexState(DispatchState):
 class MoEFlexTokenDispatcher(MoETokenDispatcher):
     """Moves tokens with one of the engines."""
 
+    has_row_budget = True
     has_backends = True
 
     @classmethod
@@ -117,7 +119,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
     def _set_sizes(self, exchange: Exchange, num_tokens: int, device: torch.device) -> None:
         """Give the exchange its static sizes, if it has any."""
         local, ranks = self.num_local_experts, self.ep_size * self.etp_size
-        factor = self.config.moe_expert_rank_capacity_factor
+        factor = self._row_factor
         if self.is_padded:
             rows = round_up(self.padded_capacity(num_tokens, device) * ranks, self.row_multiple)
             exchange.max_tokens, exchange.row_budget = num_tokens, rows * local
@@ -131,6 +133,21 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
             exchange.max_tokens = most
             exchange.row_budget = min(budget, worst_case_rows(most, slots, ranks, local, self.row_multiple))
 
+    @property
+    def _row_factor(self) -> float | None:
+        """The budget of this step: what its guard sets; without a guard the configured one."""
+        guard = step_guard.active()
+        return self.config.moe_expert_rank_capacity_factor if guard is None else guard.row_factor
+
+    def _report(self, exchange: Exchange) -> None:
+        """Tell the step's guard, if there is one, how many rows a budget would have had to hold."""
+        guard, budget, dropped = step_guard.active(), exchange.row_budget, exchange.dropped_rows
+        if guard is None or guard.row_factor is None or self._sizes_are_known or budget is None or dropped is None:
+            return
+        assert exchange.tokens_per_expert is not None, "counts are set by the engine"
+        needed = torch.where(dropped > 0, dropped + budget, exchange.tokens_per_expert.sum())
+        guard.report_rows(needed, budget, (exchange.max_tokens or 0) * exchange.expert_ids.shape[1])
+
     def token_dispatch(
         self, rows: torch.Tensor, probs: torch.Tensor, state: FlexState
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,6 +157,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         state.tokens_per_expert = exchange.tokens_per_expert
         state.host_tokens_per_expert = exchange.host_tokens_per_expert
         state.dropped_rows = exchange.dropped_rows
+        self._report(exchange)
         return rows, probs
 
     def dispatch_postprocess(

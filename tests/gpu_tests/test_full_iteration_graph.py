@@ -1,0 +1,268 @@
+"""Captured steps beside eager ones: equal by the hash of the whole state, through saves, evaluations and overflows.
+
+All runs of one GPU are in this process, in --deterministic-mode. Figures are printed.
+"""
+
+import logging
+import os
+import time
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.core import graph_state
+from megatron.core.enums import ModelType
+from megatron.core.full_iteration_graph import FullIterationGraph
+from megatron.training.callbacks.base import Callback
+from megatron.training.initialize import shut_down
+from megatron.training.training import pretrain
+from tests.common.mutants import replaced
+from tests.functional_tests.cases import run_python, torchrun_words
+from tools.run_metrics import parse_log, parse_state_hashes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+
+MODEL = (
+    "--device cuda --transformer-impl local --bf16 --num-layers 2 --hidden-size 128 --num-attention-heads 4 "
+    "--seq-length 128 --max-position-embeddings 128 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-router-dtype fp32 "
+    "--moe-grouped-gemm --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01 "
+    "--moe-token-dispatcher-type alltoall --micro-batch-size 4 --global-batch-size 16 --lr 2e-3 --lr-warmup-iters 4 "
+    "--tokenizer-type NullTokenizer --vocab-size 500 --mock-data --num-workers 0 --log-interval 1 "
+    "--log-num-zeros-in-grad --eval-iters 2 --deterministic-mode --log-state-hash --use-distributed-optimizer "
+)
+DROP_PAD = "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity "
+GRAPH = "--cuda-graph-impl full_iteration "
+FORMS = {"drop-pad": DROP_PAD, "dropless": "", "dropless-budget": "--moe-expert-rank-capacity-factor 1.2 "}
+DROPOUT = {"0": "--attention-dropout 0 --hidden-dropout 0 ", "0.1": "--attention-dropout 0.1 --hidden-dropout 0.1 "}
+NUM_STEPS = 103  # 3 eager, 100 replays
+EXIT_LIMIT_S = 60.0
+
+
+class Disturbances(Callback):
+    """What happens between steps: the cache is emptied, and memory is taken, filled and given back."""
+
+    def on_step_end(self, run, result):
+        if run.state.iteration % 7 == 0:
+            torch.cuda.empty_cache()
+        blocks = [torch.full((size << 20,), 0xFF, dtype=torch.uint8, device="cuda") for size in (1, 8, 64)]
+        if run.state.iteration % 3 == 0:
+            del blocks[0]
+
+
+@pytest.fixture
+def start(capfd):
+    """Run pretrain_gpt.py with flags in this process; returns the finished run and its log."""
+
+    def run(flags, callbacks=(), model=MODEL):
+        logging.getLogger("megatron").handlers.clear()
+        try:
+            finished = pretrain(
+                pretrain_gpt.train_valid_test_datasets_provider,
+                pretrain_gpt.model_provider,
+                ModelType.encoder_or_decoder,
+                pretrain_gpt.forward_step,
+                argv=(model + flags).split(),
+                callbacks=callbacks,
+            )
+        finally:
+            shut_down()
+            torch.use_deterministic_algorithms(False)
+        out, err = capfd.readouterr()
+        return finished, out + err
+
+    return run
+
+
+def assert_equal_runs(eager_log, graph_log, num_steps):
+    """Same state after every step, same printed losses and router figures, same evaluations."""
+    eager, graph = parse_state_hashes(eager_log), parse_state_hashes(graph_log)
+    assert len(eager) == num_steps
+    differing = [step for step in eager if eager[step] != graph.get(step)]
+    assert not differing, f"state differs from step {differing[0]} on, {len(differing)} of {num_steps} steps"
+    ours, theirs = parse_log(eager_log), parse_log(graph_log)
+    for name in ("lm loss", "grad norm", "num zeros", "load_balancing_loss", "lm loss validation"):
+        assert ours[name] == theirs[name], name
+
+
+@pytest.mark.parametrize("dropout", DROPOUT)
+@pytest.mark.parametrize("form", FORMS)
+def test_hundred_replays_equal_hundred_eager_steps(start, tmp_path, form, dropout):
+    flags = f"{FORMS[form]}{DROPOUT[dropout]}--train-iters {NUM_STEPS} --eval-interval 25 --save-interval 40 "
+    _, eager_log = start(flags + f"--save {tmp_path / 'eager'}", [Disturbances()])
+    run, graph_log = start(flags + f"--save {tmp_path / 'graph'} " + GRAPH, [Disturbances()])
+    print({name: run.counters[name] for name in ("graph captures", "graph replays", "re-runs")})
+    assert_equal_runs(eager_log, graph_log, NUM_STEPS)
+    assert run.counters["graph captures"] == 2
+    assert run.counters["graph replays"] >= 100
+    assert graph_state.num_graphs() == 0
+
+
+def test_eager_runs_are_repeatable(start):
+    flags = f"{DROPOUT['0.1']}--train-iters 10 "
+    assert_equal_runs(start(flags)[1], start(flags)[1], 10)
+
+
+def test_resume_with_a_graph_continues_the_run_without_one(start, tmp_path):
+    flags = f"{DROPOUT['0.1']}--train-iters 16 --save-interval 8 "
+    straight = parse_state_hashes(start(flags)[1])
+    start(flags + GRAPH + f"--save {tmp_path} --exit-interval 8")
+    _, log = start(flags + GRAPH + f"--load {tmp_path}")
+    resumed = parse_state_hashes(log)
+    assert resumed == {step: straight[step] for step in range(9, 17)}
+
+
+OVERFLOWING = {
+    "exact": "--moe-expert-rank-capacity-factor 0.5 ",
+    "tiers": "--moe-expert-rank-capacity-factor 0.5 --moe-rank-capacity-tiers 0.7 1.0 ",
+}
+
+
+@pytest.mark.parametrize("budgets", OVERFLOWING)
+def test_every_step_overflows_and_the_run_is_that_without_budgets(start, budgets):
+    flags = f"{DROPOUT['0.1']}--train-iters 30 --eval-interval 10 "
+    _, eager_log = start(flags)
+    run, log = start(flags + GRAPH + OVERFLOWING[budgets], [Disturbances()])
+    print(dict(run.counters))
+    assert_equal_runs(eager_log, log, 30)
+    assert run.counters["row overflows"] >= 30
+    assert run.counters["graph captures"] <= (2 if budgets == "exact" else 6)
+
+
+def test_skipped_steps_of_a_loss_scale_are_equal(start):
+    scale = "--fp16 --initial-loss-scale 4294967296 --hysteresis 1 --loss-scale-window 5 "
+    flags = DROP_PAD + DROPOUT["0"] + scale + "--train-iters 30 "
+    half = MODEL.replace("--bf16 ", "")
+    eager, eager_log = start(flags, model=half)
+    graph, graph_log = start(flags + GRAPH, model=half)
+    assert eager.counters["skipped steps"] == graph.counters["skipped steps"] > 0
+    assert parse_state_hashes(eager_log) == parse_state_hashes(graph_log)
+
+
+class StepClock:
+    """Times replays: on the host, and on the device from the first copy to the end of the step."""
+
+    def __init__(self):
+        self.host_ms, self.events, self.starts = [], [], []
+
+    def timed(self, run):
+        def wrapper(graph, batches):
+            begin = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            now = time.perf_counter()
+            begin[0].record()
+            result = run(graph, batches)
+            begin[1].record()
+            self.starts.append(now)
+            self.host_ms.append((time.perf_counter() - now) * 1e3)
+            self.events.append(begin)
+            return result
+
+        return wrapper
+
+
+LARGER = (
+    "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --seq-length 2048 --max-position-embeddings 2048 "
+    "--moe-ffn-hidden-size 768 --num-experts 16 --micro-batch-size 2 --global-batch-size 8 --eval-iters 0 "
+    "--attention-dropout 0 --hidden-dropout 0 "
+)
+
+
+def test_figures_of_a_larger_model(start):
+    """Step time, host time, idle share, memory; prints them."""
+    plain = MODEL.replace("--deterministic-mode --log-state-hash", "").replace("--log-num-zeros-in-grad", "")
+    flags = LARGER + "--train-iters 24 "
+    clock, memory = StepClock(), {}
+
+    class Peak(Callback):
+        def __init__(self, name):
+            self.name = name
+
+        def on_step_end(self, run, result):
+            if run.state.iteration == 2:
+                torch.cuda.reset_peak_memory_stats()
+            if run.state.iteration == 3:
+                persistent = torch.cuda.memory_allocated()
+                memory[self.name] = (torch.cuda.max_memory_allocated() - persistent, persistent)
+            if run.state.iteration == 24:
+                pool = run.guarded_steps._pool if run.guarded_steps is not None else None
+                memory[self.name + " reserved"] = torch.cuda.memory_reserved()
+                memory[self.name + " pool"] = 0 if pool is None else pool.reserved_bytes()
+
+    _, eager_log = start(flags, [Peak("eager")], plain)
+    torch.cuda.empty_cache()
+    with replaced(FullIterationGraph, "run", clock.timed(FullIterationGraph.run)):
+        _, graph_log = start(flags + GRAPH, [Peak("graph")], plain)
+    steps = {}
+    for name, log in (("eager", eager_log), ("graph", graph_log)):
+        series = parse_log(log)["elapsed time per iteration (ms)"]
+        steps[name] = sorted(series[step] for step in range(10, 25))[7]
+    busy = [begin.elapsed_time(end) for begin, end in clock.events][5:-1]
+    walls = [(b - a) * 1e3 for a, b in zip(clock.starts[5:], clock.starts[6:], strict=False)]
+    idle = 1.0 - sum(busy) / sum(walls)
+    figures = {
+        "step ms": steps,
+        "host ms of a replay": sorted(clock.host_ms)[len(clock.host_ms) // 2],
+        "idle share": idle,
+        "memory bytes": memory,
+    }
+    print(figures)
+    transient, _ = memory["eager"]
+    assert memory["graph pool"] <= 1.1 * transient + (64 << 20)
+    assert steps["graph"] <= steps["eager"]
+
+
+# Two GPUs: NCCL collectives inside the graph.
+
+EP2 = "--expert-model-parallel-size 2 "
+
+
+def launch(flags, num_processes=2):
+    """Run pretrain_gpt.py on its own; returns its log and the seconds that it took."""
+    begin = time.monotonic()
+    log = run_python([*torchrun_words(num_processes), "pretrain_gpt.py", *(MODEL + flags).split()])
+    return log, time.monotonic() - begin
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("form", ["drop-pad", "dropless-budget"])
+def test_two_gpus_replay_what_they_do_eagerly(form):
+    flags = EP2 + DROPOUT["0.1"] + "--train-iters 53 --eval-interval 20 "
+    eager = "" if form == "dropless-budget" else FORMS[form]
+    eager_log, _ = launch(flags + eager)
+    graph_log, seconds = launch(flags + FORMS[form].replace("1.2", "1.6") + GRAPH)
+    print(
+        f"{form}: {seconds:.0f} s;", [line for line in graph_log.splitlines() if "counters" in line or "rows:" in line]
+    )
+    assert_equal_runs(eager_log, graph_log, 53)
+
+
+@TWO_GPUS
+def test_two_gpus_survive_overflows_bit_for_bit():
+    flags = EP2 + DROPOUT["0.1"] + "--train-iters 30 --eval-interval 10 "
+    eager_log, _ = launch(flags)
+    graph_log, _ = launch(flags + GRAPH + "--moe-expert-rank-capacity-factor 1.02 ")
+    print([line for line in graph_log.splitlines() if "counters" in line or "overflow" in line or "rows:" in line])
+    assert "row overflow 1" in graph_log
+    assert_equal_runs(eager_log, graph_log, 30)
+
+
+@TWO_GPUS
+def test_run_ends_by_exit_interval_within_seconds():
+    log, seconds = launch(EP2 + DROP_PAD + DROPOUT["0"] + GRAPH + "--train-iters 50 --exit-interval 12 ")
+    assert "exiting program at iteration 12" in log
+    assert seconds < EXIT_LIMIT_S
+
+
+@TWO_GPUS
+def test_run_ends_by_an_error_within_seconds():
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"exit code [1-9].*"):
+        launch(EP2 + DROP_PAD + DROPOUT["0"] + GRAPH + "--train-iters 50 --lr 1e30 --clip-grad 0 ")
+    assert time.monotonic() - begin < EXIT_LIMIT_S
