@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from tests.common.local_exchange import use_local_exchange
 from tests.common.moe_layers import moe_config
 
-VOCAB_SIZE, LENGTH = 32, 8
+VOCAB_SIZE, LENGTH, MAX_LENGTH = 32, 8, 512
 
 
 def overlapped_model(
@@ -27,7 +27,7 @@ def overlapped_model(
     """Two MoE layers with an exchange double; `shadow` gives them experts that save a byte copy of their input."""
     defaults = {"num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_grouped_gemm": True}
     config = moe_config(**{**defaults, "device": device, **fields})
-    model = GPTModel(config, get_gpt_decoder_block_spec(config), vocab_size=VOCAB_SIZE, max_sequence_length=LENGTH)
+    model = GPTModel(config, get_gpt_decoder_block_spec(config), vocab_size=VOCAB_SIZE, max_sequence_length=MAX_LENGTH)
     if shadow:
         for layer in [module for module in model.modules() if isinstance(module, MoELayer)]:
             layer.experts = ShadowedExperts(layer.experts)
@@ -83,9 +83,11 @@ class ShadowedExperts(torch.nn.Module):
     def __init__(self, experts: GroupedMLP) -> None:
         super().__init__()
         self.experts = experts
+        self.counts_seen: list[torch.Tensor] = []
+        """What the delayed part of each backward read, int64 [n]."""
 
     def forward(self, rows, tokens_per_expert, probs, host_tokens_per_expert=None):
-        rows = _Shadow.apply(rows, tokens_per_expert)
+        rows = _Shadow.apply(rows, tokens_per_expert, self.counts_seen)
         return self.experts(rows, tokens_per_expert, probs, host_tokens_per_expert)
 
 
@@ -93,14 +95,14 @@ class _Shadow(torch.autograd.Function):
     """rows [R, h] * 2; the gradient is lost if the counts in backward are not those of the rows."""
 
     @staticmethod
-    def forward(ctx, rows, counts):
+    def forward(ctx, rows, counts, seen):
         ctx.save_for_backward((rows > 0).to(torch.uint8), counts)
-        ctx.queue = active_queue()
+        ctx.queue, ctx.seen = active_queue(), seen
         return rows * 2
 
     @staticmethod
     def backward(ctx, grad):
         shadow, counts = ctx.saved_tensors
         if ctx.queue is not None:
-            ctx.queue.put([], lambda: counts.sum())
-        return grad * torch.where(counts.sum() == shadow.shape[0], 2, 0), None
+            ctx.queue.put([], lambda: ctx.seen.append(counts.clone()))
+        return grad * torch.where(counts.sum() == shadow.shape[0], 2, 0), None, None

@@ -48,8 +48,9 @@ SYMM_MEM = "tests/gpu_tests/test_symm_mem.py"
 SYMM_MEM_RANKS = "tests/gpu_tests/test_symm_mem_two_gpus.py"
 PERMUTE = "tests/gpu_tests/test_permute.py"
 DISPATCH = "tests/gpu_tests/test_dispatch_benchmark.py"
+OVERLAP = "tests/gpu_tests/test_overlap.py"
 GRAPH = "tests/gpu_tests/test_full_iteration_graph.py"
-OWN_PARTS = (LAUNCHES, WGRAD, TWO_GPUS, CP_BLOCKS, SYMM_MEM, SYMM_MEM_RANKS, DISPATCH, PERMUTE, GRAPH)
+OWN_PARTS = (OVERLAP, LAUNCHES, WGRAD, TWO_GPUS, CP_BLOCKS, SYMM_MEM, SYMM_MEM_RANKS, DISPATCH, PERMUTE, GRAPH)
 OWN_PARTS = (LAUNCHES, WGRAD, TWO_GPUS, PIPELINE, CP_BLOCKS, SYMM_MEM, SYMM_MEM_RANKS, DISPATCH)
 """Files that `unit` leaves to parts of their own."""
 PARTS = (
@@ -58,6 +59,8 @@ PARTS = (
     Part("bf16", (f"{LAUNCHES}::test_bf16_mixture_learns_with_grouped_experts",), 120),
     Part("repeatable", (f"{LAUNCHES}::test_deterministic_runs_are_bitwise_equal",), 120),
     Part("resume", (f"{LAUNCHES}::test_resume_with_dropout_is_bitwise_on_a_gpu",), 120),
+    Part("overlap", (OVERLAP, "-k", "not two_gpus"), 120),
+    Part("overlap-2", (OVERLAP, "-k", "two_gpus"), 240, num_gpus=2),
     Part("wgrad", (WGRAD, "--deselect", f"{WGRAD}::test_benchmark_sweeps_the_other_shapes"), 120),
     Part("wgrad-sweep", (f"{WGRAD}::test_benchmark_sweeps_the_other_shapes",), 120),
     Part("permute", (PERMUTE,), 120),
