@@ -24,9 +24,10 @@ class Schedule:
 
 PLANS: dict[str, Schedule] = {
     "no_pipelining": Schedule(no_pipelining.no_pipelining, no_pipelining.peak_in_flight),
-    "no_pipelining_overlap": Schedule(combined.combined_no_pipelining, combined.peak_in_flight),
+    "no_pipelining_overlap": Schedule(combined.combined_no_pipelining, combined.no_pipelining_peak),
     "1f1b": Schedule(one_f_one_b.one_f_one_b, one_f_one_b.peak_in_flight),
     "interleaved": Schedule(interleaved.interleaved, interleaved.peak_in_flight),
+    "interleaved_overlap": Schedule(combined.combined_interleaved, combined.interleaved_peak),
 }
 
 

@@ -1,6 +1,14 @@
-"""Pairs of a forward and a backward that hide each other's communication: F0, F1|B0, F2|B1, ..., B of the last."""
+"""Pairs of a forward and a backward that hide each other's communication.
+
+    one stage              F0   F1|B0   F2|B1   ...   B of the last
+    interleaved pipeline   warm-up and one forward more, then pairs, then the backwards that are left
+
+With the forward more, the forward and the backward of a pair belong to different microbatches or chunks on every rank:
+neither needs what the other makes.
+"""
 
 from megatron.core.pipeline_parallel.actions import Action, PlanShape, backward, forward, overlap
+from megatron.core.pipeline_parallel.plans.interleaved import interleaved_order, warmup_forwards
 
 
 def combined_no_pipelining(shape: PlanShape) -> list[Action]:
@@ -11,6 +19,19 @@ def combined_no_pipelining(shape: PlanShape) -> list[Action]:
     return [forward(0, 0), *pairs, backward(0, last)]
 
 
-def peak_in_flight(shape: PlanShape) -> int:
+def no_pipelining_peak(shape: PlanShape) -> int:
     """Microbatches whose activations are held at the same time."""
     return min(shape.num_microbatches, 2)
+
+
+def combined_interleaved(shape: PlanShape) -> list[Action]:
+    """List the actions of one rank of an interleaved pipeline."""
+    forwards, backwards = interleaved_order(shape)
+    warmup = min(warmup_forwards(shape) + 1, len(forwards))
+    pairs = [overlap(first, second) for first, second in zip(forwards[warmup:], backwards, strict=False)]
+    return [*forwards[:warmup], *pairs, *backwards[len(pairs) :]]
+
+
+def interleaved_peak(shape: PlanShape) -> int:
+    """Microbatches times chunks whose activations one rank holds at the same time, at most."""
+    return min(shape.num_microbatches * shape.num_chunks, warmup_forwards(shape) + 2)

@@ -33,20 +33,32 @@ WAYS = {
         "overlap_param_gather": True,
     },
 }
-FORMS = {"grouped": True, "sequential": False}
-ALL = list(itertools.product(EXPERTS, MIXES, WAYS, FORMS))
-# every value of one choice meets every value of each other choice
+FORMS = {
+    "alltoall": {"is_grouped": True},
+    "flex": {"dispatcher": "flex", "is_grouped": True},
+    "one by one": {"is_grouped": False},
+}
+PIPES = {"PP1": {}, "PP2xVPP2": {"pp": 2, "vpp": 2}}
+ALL = list(itertools.product(EXPERTS, MIXES, WAYS, FORMS, PIPES))
+# every value of one choice meets every value of each other choice, the pipelines in three more
 PAIRWISE = [
-    (experts, mix, list(WAYS)[(i + j) % 3], list(FORMS)[(i + j // 2) % 2])
+    (experts, mix, list(WAYS)[(i + j) % 3], list(FORMS)[(i + 2 * j) % 3], "PP1")
     for (i, experts), (j, mix) in itertools.product(enumerate(EXPERTS), enumerate(MIXES))
+] + [
+    ("1 expert", "dense last", "delayed", "flex", "PP2xVPP2"),
+    ("2 experts", "all moe", "delayed, reduced beside backward", "alltoall", "PP2xVPP2"),
+    ("4 experts", "dense first, shared", "plain", "one by one", "PP2xVPP2"),
 ]
 
 
 def run_both(pool, cell, steps=STEPS, num_samples=6, **changes):
     """Off and on; `changes` are further fields of the layout."""
-    experts, mix, way, form = cell
-    case = make_case(num_moe_experts=EXPERTS[experts], moe_router_topk=2, **MIXES[mix])
-    layout = dataclasses.replace(EP2, is_grouped=FORMS[form], **WAYS[way], **changes)
+    experts, mix, way, form, pipe = cell
+    fields = {"num_moe_experts": EXPERTS[experts], "moe_flex_dispatcher_backend": "hybridep", **MIXES[mix]}
+    if PIPES[pipe]:
+        fields |= {"num_layers": 4, "moe_layer_freq": fields["moe_layer_freq"] * 2}
+    case = make_case(**fields)
+    layout = dataclasses.replace(EP2, **FORMS[form], **WAYS[way], **PIPES[pipe], **changes)
     weights = make_weights(case.config(Layout()), case.shape, seed=3)
     batch = make_batch(num_samples)
     off = run_step(pool, case, dataclasses.replace(layout, delays_wgrad=False), batch, weights, steps=steps)
@@ -64,11 +76,16 @@ def assert_same_bits(off, on):
 
 
 def check_cell(pool, cell, steps):
-    off, on = run_both(pool, cell, steps)
+    num_microbatches, num_pairs = (3, 2) if cell[-1] == "PP1" else (4, 3)
+    off, on = run_both(pool, cell, steps, 2 * num_microbatches)
     assert_same_bits(off, on)
     assert off.counters == {}
-    assert on.counters["pairs overlapped"] == 2 * steps  # 3 microbatches
-    assert on.counters["stages on the comm stream"] == 2 * 2 * 3 * steps * (2 if cell[1] == "all moe" else 1)
+    num_layers = 2 if cell[1] == "all moe" else 1
+    if cell[-1] != "PP1":
+        num_layers = on.counters["stages on the comm stream"] // (4 * num_microbatches * steps)
+        assert num_layers in (0, 1, 2)
+    assert on.counters["pairs overlapped"] == num_pairs * steps
+    assert on.counters["stages on the comm stream"] == 4 * num_microbatches * num_layers * steps
     assert (on.counters["wgrads deferred"] > 0) == ("delayed" in cell[2])
 
 

@@ -61,6 +61,7 @@ def declared_on_ranks(dispatcher, num_experts):
         num_moe_experts=num_experts,
         expert_model_parallel_size=dist.get_world_size(),
         moe_token_dispatcher_type=dispatcher,
+        moe_flex_dispatcher_backend="hybridep",
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
