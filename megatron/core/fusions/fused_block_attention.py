@@ -122,9 +122,10 @@ class FlashKernel:
         """Gradient and joined out [b, n, q, d], joined lse [b, n, q] -> gradients of query, key and value."""
         assert mask is None, "the flash kernel takes no mask"
         lengths = (query.shape[2], pair[0].shape[2])
+        out, lse = joined[0], joined[1].contiguous()  # the kernel reads a part of lse as if it were whole
         no_dropout = query.new_empty(0, dtype=torch.int64)  # stands for the random state, which is not read
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *(grad, query, *pair, *joined, None, None, *lengths, 0.0, is_causal, no_dropout, no_dropout),
+            *(grad, query, *pair, out, lse, None, None, *lengths, 0.0, is_causal, no_dropout, no_dropout),
             scale=self.scale,
         )
 

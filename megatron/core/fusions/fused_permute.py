@@ -13,6 +13,7 @@ Offsets are 64 bits wide. Any row stride is read as it is.
 Legend: C tokens, K slots of a token, h width, P rows.
 """
 
+# ruff: noqa: ANN001 (Triton reads annotations of kernel arguments as code)
 from typing import Any
 
 import torch
@@ -165,14 +166,14 @@ def _tile(width: int) -> tuple[int, int]:
 
 @triton_jit
 def _gather_kernel(
-    tokens: Any,
-    probs: Any,
-    pairs: Any,
-    rows: Any,
-    row_probs: Any,
-    num_rows: Any,
-    width: Any,
-    stride: Any,
+    tokens,
+    probs,
+    pairs,
+    rows,
+    row_probs,
+    num_rows,
+    width,
+    stride,
     num_slots: tl.constexpr,
     block: tl.constexpr,
     columns: tl.constexpr,
@@ -194,14 +195,14 @@ def _gather_kernel(
 
 @triton_jit
 def _sum_kernel(
-    rows: Any,
-    row_probs: Any,
-    slots: Any,
-    tokens: Any,
-    probs: Any,
-    num_tokens: Any,
-    width: Any,
-    stride: Any,
+    rows,
+    row_probs,
+    slots,
+    tokens,
+    probs,
+    num_tokens,
+    width,
+    stride,
     num_slots: tl.constexpr,
     is_double: tl.constexpr,
     interpreted: tl.constexpr,

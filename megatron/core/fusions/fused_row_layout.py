@@ -14,8 +14,8 @@ blocks and experts before need. Sums of integers: both forms give the same numbe
 Legend: C tokens, K slots of a token, n experts, P rows, B blocks of tokens.
 """
 
+# ruff: noqa: ANN001 (Triton reads annotations of kernel arguments as code)
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -148,14 +148,14 @@ def kernel_layout(ids: torch.Tensor, num_experts: int, sizes: Sizes, has_tail: b
 
 @triton_jit
 def _block_kernel(
-    ids: Any,
-    blocks: Any,
-    slots: Any,
-    pairs: Any,
-    num_rows: Any,
-    num_tokens: Any,
+    ids,
+    blocks,
+    slots,
+    pairs,
+    num_rows,
+    num_tokens,
     num_slots: tl.constexpr,
-    num_experts: Any,
+    num_experts,
     block: tl.constexpr,
     width: tl.constexpr,
     counts_only: tl.constexpr,
