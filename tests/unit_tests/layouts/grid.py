@@ -53,6 +53,7 @@ def every_layout() -> Iterator[Layout]:
         for buffers in BUFFERS.values():
             yield dataclasses.replace(size, **buffers)
         yield dataclasses.replace(size, dispatcher="allgather", **GATHER)
+        yield dataclasses.replace(size, dispatcher="flex", **ZERO)
         for comm_type in comm_types(size)[1:]:
             yield dataclasses.replace(size, cp_comm_type=comm_type, **ZERO)
 
@@ -66,5 +67,6 @@ CHOSEN = [
     split(tp=2, cp=2, ep=2, etp=2, **GATHER),
     split(cp=2, dp=2, ep=2, etp=1, cp_comm_type="all_gather", **REDUCE),
     split(cp=2, dp=2, ep=2, etp=2, **ZERO),
+    split(tp=2, cp=2, ep=4, etp=1, dispatcher="flex", **ZERO),
 ]
 """For every change: TP and CP with sharded states and with overlap."""
