@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron.core import env
 from megatron.core.errors import USER_ERRORS, RankFailure
-from megatron.core.utils.collectives import last_collective
+from megatron.core.utils.collectives import device_waits, last_collective
 from megatron.core.utils.logging import get_logger, get_rank, get_world_size
 from megatron.training.callbacks.base import Callback
 from megatron.training.train_state import StepResult, TrainingRun
@@ -121,11 +121,13 @@ class Heartbeat(Callback):
         try:
             yield
         except Exception as error:
-            self.failure = VICTIM if is_communication_error(error) else _first_line(error)
+            lost = device_waits.lost_peers()
+            self.failure = VICTIM if lost or is_communication_error(error) else _first_line(error)
             self._post_quietly()
             if self.failure != VICTIM or isinstance(error, USER_ERRORS):
                 raise
-            raise RankFailure(f"a collective broke off ({_first_line(error)}); {self.report()}") from error
+            cause = lost or f"a collective broke off ({_first_line(error)})"
+            raise RankFailure(f"{cause}; {self.report()}") from error
         finally:
             self._stop.set()
 

@@ -1,5 +1,6 @@
 """The symm_mem engine natively on one GPU: W ranks in this process, each on a stream of its own."""
 
+import os
 import subprocess
 import sys
 import time
@@ -10,6 +11,8 @@ import torch
 
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem import SymmMemEngine
 from tests.common.symm_mem_cases import NATIVE_CASES, Case, Ranks, large, run_case
+from tests.common.symm_mem_rounds import Rounds
+from tests.gpu_tests.test_moe_layer import build_layer, run_layer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -127,79 +130,51 @@ def test_delays_on_the_streams_change_nothing(num_ranks):
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
-class Rounds:
-    """Rounds of one dispatch and one combine in which every element is known; wrong ones are counted on the device."""
-
-    def __init__(self, case, device="cuda"):
-        self.case, self.device = case, device
-        self.ranks = Ranks(case, device)
-        self.number = torch.zeros((), dtype=torch.int64, device=device)
-        self.num_wrong = torch.zeros((), dtype=torch.int64, device=device)
-        self.mix = torch.tensor([[3, 11, 17]], device=device)
-
-    def message(self, rank):
-        """Ids, rows and probabilities of a rank: each token carries its code everywhere, some go nowhere."""
-        case, none = self.case, self.case.experts * len(self.case.tokens)
-        tokens = torch.arange(case.tokens[rank], device=self.device)
-        code = ((tokens * 31 + rank * 7 + self.number * 13) % 251).float()
-        mix = (tokens[:, None] * 7919 + self.number * 104729 + rank * 31 + self.mix) % 1009
-        chosen = torch.where(mix % 5 < self.number % 6, (mix // 7) % none, none).sort(dim=1).values
-        repeated = torch.zeros_like(chosen, dtype=torch.bool)
-        repeated[:, 1:] = chosen[:, 1:] == chosen[:, :-1]
-        chosen = chosen.masked_fill(repeated, none).sort(dim=1).values
-        ids = chosen.masked_fill(chosen == none, -1).int()
-        hidden = code[:, None].expand(-1, case.width).to(torch.bfloat16).contiguous()
-        return ids, hidden, code[:, None].expand(-1, case.topk).contiguous()
-
-    def run(self):
-        """One round."""
-        case, ranks = self.case, self.ranks
-        ids, hidden, probs = zip(*(self.message(rank) for rank in range(len(case.tokens))), strict=True)
-        exchanges = ranks.exchanges(case, ids)
-        sent = ranks.dispatch(exchanges, hidden, probs)
-        received = []
-        for (rows, row_probs), exchange in zip(sent, exchanges, strict=True):
-            is_row = torch.arange(case.budget, device=self.device) < exchange.tokens_per_expert.sum()
-            self.num_wrong += (is_row & (rows != row_probs[:, None].to(rows.dtype)).any(dim=1)).sum()
-            received.append(torch.where(is_row, row_probs, 0).double().sum())
-        given = [torch.where(chosen >= 0, p, 0).double().sum() for chosen, p in zip(ids, probs, strict=True)]
-        self.num_wrong += (torch.stack(given).sum() != torch.stack(received).sum()).long()
-        back = ranks.combine(exchanges, [rows for rows, _ in sent], None)
-        for (result, _), x, chosen in zip(back, hidden, ids, strict=True):
-            total = torch.zeros_like(x, dtype=torch.float32)
-            for rank in range(len(case.tokens)):
-                num_rows = (chosen.div(case.experts, rounding_mode="floor") == rank).sum(dim=1, keepdim=True)
-                total += (num_rows * x.float()).bfloat16().float()
-            self.num_wrong += (result != total.bfloat16()).any(dim=1).sum()
-        self.number += 1
+ROUNDS = {2: 100_000, 4: 20_000}
+ROUNDS_PER_GRAPH = 20
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", ROUNDS)
 def test_messages_arrive_whole_in_many_rounds(num_ranks):
     case = Case(tokens=(40, 23, 31, 9)[:num_ranks], experts=2, topk=3, width=64, budget=400)
     rounds = Rounds(case)
-    num_eager, begin = 0, time.monotonic()
-    while time.monotonic() - begin < 8:
-        with rounds.ranks.group.ranks[num_eager % num_ranks].as_current():
-            torch.cuda._sleep(20_000 * (num_eager % 7))
-        rounds.run()
-        num_eager += 1
+    rounds.run_delayed(1000)
     torch.cuda.synchronize()
-    assert rounds.num_wrong.item() == 0, f"{rounds.num_wrong.item()} wrong in {num_eager} eager rounds"
+    assert rounds.num_wrong.item() == 0, f"{rounds.num_wrong.item()} wrong in 1000 eager rounds"
     graph = torch.cuda.CUDAGraph()
     rounds.ranks.group.joins_phases = True
     with torch.cuda.graph(graph):
-        for _ in range(20):
+        for _ in range(ROUNDS_PER_GRAPH):
             rounds.run()
-    num_replays, begin = 0, time.monotonic()
-    while time.monotonic() - begin < 12:
+    begin = time.monotonic()
+    while rounds.number.item() < ROUNDS[num_ranks]:
         for _ in range(10):
             graph.replay()
-        num_replays += 10
-        torch.cuda.synchronize()
-    assert rounds.num_wrong.item() == 0, f"{rounds.num_wrong.item()} wrong in {num_replays} replays of 20 rounds"
-    assert rounds.number.item() == num_eager + 20 * num_replays
-    print(f"W={num_ranks}: {num_eager} eager rounds, {20 * num_replays} rounds in a graph")
+    assert rounds.num_wrong.item() == 0, f"{rounds.num_wrong.item()} wrong in {rounds.number.item()} rounds"
+    print(f"W={num_ranks}: {rounds.number.item()} rounds, those in graphs in {time.monotonic() - begin:.1f} s")
+
+
+ONE_QUEUE = """
+import torch
+from tests.common.symm_mem_cases import Case
+from tests.common.symm_mem_rounds import Rounds
+rounds = Rounds(Case(tokens=(40, 23, 31, 9), experts=2, topk=3, width=64, budget=400))
+rounds.run_delayed(300)
+torch.cuda.synchronize()
+print("rounds", rounds.number.item(), "wrong", rounds.num_wrong.item())
+"""
+
+
+def run_script(script, **environment):
+    root = Path(__file__).resolve().parents[2]
+    words = [sys.executable, "-c", script]
+    environment = {**os.environ, **environment}
+    return subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True, timeout=90, check=False)
+
+
+def test_rounds_end_with_a_single_hardware_queue():
+    done = run_script(ONE_QUEUE, CUDA_DEVICE_MAX_CONNECTIONS="1")
+    assert "rounds 300 wrong 0" in done.stdout, done.stdout + done.stderr[-2000:]
 
 
 def test_steps_leave_memory_flat():
@@ -243,9 +218,7 @@ os._exit(0)
 
 
 def test_dead_peer_ends_in_an_error_that_names_it():
-    root = Path(__file__).resolve().parents[2]
-    words = [sys.executable, "-c", DEAD_PEER]
-    done = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=90, check=False)
+    done = run_script(DEAD_PEER)
     print(done.stdout, done.stderr[-2000:])
     assert "device error" in done.stdout, done.stderr
     assert "RankFailure: rank 0 of the expert ranks: no message in time from rank 1 in dispatch" in done.stdout
@@ -271,6 +244,19 @@ def test_rows_are_stored_in_16_byte_words():
     print(report)
     for name, counts in report.items():
         assert any(c["st.global.v4"] for c in counts), f"{name}: {counts}"
+
+
+@pytest.mark.parametrize("factor", [None, 4.0], ids=["exact", "budget"])
+def test_layer_gives_the_same_bits_with_both_engines(factor):
+    flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
+    flex |= {"bf16": True, "params_dtype": torch.bfloat16, "moe_expert_rank_capacity_factor": factor}
+    mine, theirs = (
+        run_layer(build_layer("cuda", **flex, moe_hybridep_engine=engine), "cuda", torch.bfloat16)
+        for engine in ("symm_mem", "collective")
+    )
+    assert mine.keys() == theirs.keys()
+    different = [name for name in mine if not torch.equal(mine[name], theirs[name])]
+    assert not different, different
 
 
 def test_engine_is_available_here():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron.core.transformer.moe.dispatchers.hybridep.metadata import Exchange
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem import SymmMemEngine
 from tests.common.exchange_definition import LocalExchange
 from tests.common.symm_mem_cases import Case, large
+from tests.functional_tests.cases import find_cases, launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,3 +119,17 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
 def test_engines_agree_bit_for_bit_eager_and_replayed():
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run_rank, (2, str(Path(folder))), nprocs=2)
+
+
+def test_training_gives_the_same_bits_with_both_engines(tmp_path):
+    (case,) = find_cases(["gpt_moe/ep2_fp32"])
+    flags = {"--device": "cuda", "--bf16": True, "--deterministic-mode": True, "--log-state-hash": True}
+    flags |= {"--moe-token-dispatcher-type": "flex", "--moe-flex-dispatcher-backend": "hybridep"}
+    hashes = {}
+    for engine in ("symm_mem", "collective"):
+        args = case.model_args | flags | {"--moe-hybridep-engine": engine}
+        environment = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
+        log = launch(replace(case, model_args=args, env_vars=environment), tmp_path / engine / "run")
+        hashes[engine] = re.findall(r"state hash: ([0-9a-f]{16}) \|", log)
+    assert len(hashes["symm_mem"]) > 1
+    assert hashes["symm_mem"] == hashes["collective"]

@@ -6,6 +6,7 @@ all-gather of one tensor were called `reduce_scatter_tensor` and `all_gather_int
 hangs can say where each rank stands (`last_collective`, read by training/heartbeat.py).
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,28 @@ class LastCollective:
 
 
 last_collective = LastCollective()
+
+
+class DeviceWaits:
+    """Who waits for peers in kernels of this tree, where torch's watchdog sees nothing.
+
+    A kernel that has waited too long notes its peer in pinned memory and stops the device; the host then sees an error
+    that says nothing, and asks here.
+    """
+
+    def __init__(self) -> None:
+        self._descriptions: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def add(self, waiter: Any) -> None:
+        """Ask `waiter.lost_peers()`, a text, empty if none is lost, for as long as it lives."""
+        self._descriptions.add(waiter)
+
+    def lost_peers(self) -> str:
+        """The peers that kernels gave up on; empty if there are none. Host: no synchronisation."""
+        return "; ".join(filter(None, (waiter.lost_peers() for waiter in self._descriptions)))
+
+
+device_waits = DeviceWaits()
 
 
 def world_group() -> dist.ProcessGroup | None:

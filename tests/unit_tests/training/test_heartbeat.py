@@ -7,6 +7,9 @@ import time
 import pytest
 import torch.distributed as dist
 
+from megatron.core.errors import RankFailure
+from megatron.core.utils.collectives import device_waits
+from megatron.training import heartbeat
 from megatron.training.heartbeat import VICTIM, Sign, is_communication_error, ranks_behind
 from tests.common.broken_ranks import BEAT_S, start_broken_run
 from tests.common.forked_run import wait_ranks
@@ -66,6 +69,23 @@ def break_rank_one(how):
             how()
 
     return at_step
+
+
+class LostPeer:
+    def lost_peers(self):
+        return "rank 0 of the expert ranks: no message in time from rank 3 in dispatch"
+
+
+def test_peer_that_a_kernel_gave_up_on_is_named(monkeypatch):
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
+    waiter = LostPeer()
+    device_waits.add(waiter)
+    beats = heartbeat.Heartbeat(dist.HashStore(), collective_timeout_s=60.0)
+    with pytest.raises(RankFailure, match=r"no message in time from rank 3 in dispatch; "), beats.watch():
+        raise RuntimeError("CUDA error: unspecified launch failure")
+    assert beats.failure == heartbeat.VICTIM
+    del waiter
+    assert device_waits.lost_peers() == ""
 
 
 def test_killed_rank_is_named_by_the_others(tmp_path):

@@ -52,7 +52,6 @@ from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_signals import 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROW_ALIGNMENT = 8
 """Elements: 16-byte accesses in half precision."""
-TIMEOUT_S = 600.0
 MAX_UNROLLED_SLOTS = 8
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
@@ -93,10 +92,11 @@ class Routing:
 class SymmMemEngine(HybridEPEngine):
     """Moves rows by kernels over symmetric memory. `*_phases` are the operations for ranks that share a process."""
 
-    def __init__(self, setup: EngineSetup, timeout_s: float = TIMEOUT_S, launch: Launch | None = None) -> None:
+    def __init__(self, setup: EngineSetup, timeout_s: float | None = None, launch: Launch | None = None) -> None:
         super().__init__(setup)
-        self._mail = Mailbox(open_symmetric_group(setup.group), setup.num_local_experts)
-        self._timeout_s = timeout_s
+        group = open_symmetric_group(setup.group)
+        self._mail = Mailbox(group, setup.num_local_experts)
+        self._timeout_s = group.timeout_s if timeout_s is None else timeout_s
         self._launch = launch or Launch.of(setup.num_blocks)
 
     @classmethod

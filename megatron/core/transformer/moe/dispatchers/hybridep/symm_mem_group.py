@@ -24,6 +24,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron.core.utils.groups import group_size
+
+TIMEOUT_S = 600.0
 T = TypeVar("T")
 Phases = Generator[None, None, T]
 """Work of one rank that yields wherever it depends on the other ranks."""
@@ -57,6 +60,11 @@ class SymmetricGroup(abc.ABC):
         """W"""
         return self._size
 
+    @property
+    def timeout_s(self) -> float:
+        """How long a kernel may wait for a peer."""
+        return TIMEOUT_S
+
     @abc.abstractmethod
     def allocate(self, num_bytes: int) -> SymmetricBuffer:
         """Buffers of zeros. Collective; no rank returns before all buffers are there."""
@@ -72,6 +80,11 @@ class TorchSymmetricGroup(SymmetricGroup):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group.rank(), group.size(), device)
         self._group = group
+
+    @property
+    def timeout_s(self) -> float:
+        """That of the group's collectives."""
+        return self._group._get_backend(self.device).options._timeout.total_seconds()
 
     def allocate(self, num_bytes: int) -> SymmetricBuffer:
         import torch.distributed._symmetric_memory as symm_mem
@@ -185,4 +198,6 @@ def open_symmetric_group(group: Any) -> SymmetricGroup:
         return group
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    return LocalSymmetricGroup(1, device).ranks[0] if group is None else TorchSymmetricGroup(group, device)
+    if group_size(group) == 1:
+        return LocalSymmetricGroup(1, device).ranks[0]
+    return TorchSymmetricGroup(group, device)

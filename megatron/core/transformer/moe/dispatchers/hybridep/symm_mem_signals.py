@@ -24,6 +24,7 @@ from megatron.core.errors import RankFailure
 from megatron.core.fusions.triton_casts import is_interpreted
 from megatron.core.optional_deps import tl, triton_jit
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_group import SymmetricGroup
+from megatron.core.utils.collectives import device_waits
 
 DISPATCH, COMBINE = 0, 1
 OPERATION_NAMES = ("dispatch", "combine")
@@ -86,6 +87,7 @@ class Signals:
         self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
         self.expected = torch.zeros(len(OPERATION_NAMES), size, dtype=torch.int32, device=device)
         self.failures = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        device_waits.add(self)
 
     @property
     def num_words(self) -> int:
@@ -111,9 +113,16 @@ class Signals:
         if is_interpreted():
             self.raise_if_dead()
 
+    def lost_peers(self) -> str:
+        """Name the peers that a kernel has given up on; empty if there are none. Host: no synchronisation."""
+        lost = [(peer, word - 1) for peer, word in enumerate(self.failures.tolist()) if word]
+        if not lost:
+            return ""
+        names = ", ".join(f"rank {peer} in {OPERATION_NAMES[operation]}" for peer, operation in lost)
+        return f"rank {self._group.rank()} of the expert ranks: no message in time from {names}"
+
     def raise_if_dead(self) -> None:
         """Raise RankFailure with the names of the peers that a kernel has given up on. Host: no synchronisation."""
-        lost = [(peer, word - 1) for peer, word in enumerate(self.failures.tolist()) if word]
-        if lost:
-            names = ", ".join(f"rank {peer} in {OPERATION_NAMES[operation]}" for peer, operation in lost)
-            raise RankFailure(f"rank {self._group.rank()} of the expert ranks: no message in time from {names}.")
+        text = self.lost_peers()
+        if text:
+            raise RankFailure(f"{text}.")
