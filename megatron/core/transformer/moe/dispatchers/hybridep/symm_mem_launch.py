@@ -36,10 +36,10 @@ class Tiling:
 class Launch:
     """Of all kernels that move rows."""
 
-    push: Tiling = Tiling(64, columns=2048, warps=8, tokens=4)
-    expand: Tiling = Tiling(1056)
-    reduce: Tiling = Tiling(528)
-    add: Tiling = Tiling(1056)
+    push: Tiling = Tiling(64, warps=16, tokens=8)
+    expand: Tiling = Tiling(2112, warps=8)
+    reduce: Tiling = Tiling(1056)
+    add: Tiling = Tiling(2112, warps=8)
 
     @classmethod
     def of(cls, num_blocks: int | None) -> Launch:

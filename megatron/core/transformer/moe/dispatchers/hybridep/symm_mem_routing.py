@@ -17,6 +17,7 @@ from megatron.core.optional_deps import tl, triton_jit
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_launch import next_power_of_2
 
 BLOCK_ELEMENTS = 8192
+PREFIX_COLUMNS, PREFIX_CHUNK = 8, 512
 
 
 @triton_jit
@@ -46,11 +47,34 @@ def count_kernel(
     tl.store(block_counts + tl.program_id(0) * EXPERTS + experts, counts, mask=experts < EXPERTS)
 
 
+@triton_jit(do_not_specialize=["num_blocks"])
+def prefix_kernel(
+    block_counts,  # int32 [blocks, E]
+    before,  # int32 [blocks, E], rows of each expert in earlier blocks
+    counts,  # int32 [E]
+    num_blocks,
+    EXPERTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Add up the counts of the blocks, some experts to a program. Grid: [E / COLUMNS]."""
+    experts = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], dtype=tl.int32)
+    for start in range(0, num_blocks, CHUNK):
+        blocks = start + tl.arange(0, CHUNK)
+        at = blocks[:, None] * EXPERTS + experts[None, :]
+        is_real = (blocks < num_blocks)[:, None] & (experts < EXPERTS)[None, :]
+        here = tl.load(block_counts + at, mask=is_real, other=0)
+        tl.store(before + at, tl.cumsum(here, axis=0) - here + total[None, :], mask=is_real)
+        total += tl.sum(here, axis=0)
+    tl.store(counts + experts, total, mask=experts < EXPERTS)
+
+
 @triton_jit(do_not_specialize=["num_tokens"])
 def place_kernel(
     expert_ids,  # int32 [T, K]
     before,  # int32 [blocks, E], rows of each expert in earlier blocks
-    places,  # int32 [T, K]
+    places,  # int32 [T, K], left alone where there is no expert
     num_tokens,
     SLOTS: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -63,28 +87,27 @@ def place_kernel(
     chosen = _chosen(expert_ids, tokens, num_tokens, experts, SLOTS)
     first = tl.load(before + tl.program_id(0) * EXPERTS + experts, mask=experts < EXPERTS, other=0)
     place = tl.cumsum(chosen, axis=0) - chosen + first[None, :]
-    for slot in range(SLOTS):
-        at = tokens.to(tl.int64) * SLOTS + slot
-        ids = tl.load(expert_ids + at, mask=tokens < num_tokens, other=-1)
-        found = tl.sum(tl.where(ids[:, None] == experts[None, :], place, 0), axis=1)
-        tl.store(places + at, found, mask=tokens < num_tokens)
+    slot = tl.cumsum(chosen, axis=1) - chosen  # ids ascend, so that slots are in the order of experts
+    tl.store(places + tokens.to(tl.int64)[:, None] * SLOTS + slot, place, mask=chosen > 0)
 
 
 def number_rows(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids int32 [T, K] -> counts int32 [E], places int32 [T, K]. Host: no synchronisation."""
+    """Ids int32 [T, K], ascending, -1 behind -> counts int32 [E], places int32 [T, K]. Host: no synchronisation."""
     num_tokens, num_slots = expert_ids.shape
+    places = torch.empty_like(expert_ids)
     if num_tokens == 0:
-        return torch.zeros(num_experts, dtype=torch.int32, device=expert_ids.device), torch.empty_like(expert_ids)
+        return torch.zeros(num_experts, dtype=torch.int32, device=expert_ids.device), places
     padded = next_power_of_2(num_experts)
     block = min(max(1, BLOCK_ELEMENTS // padded), next_power_of_2(num_tokens))
     num_blocks = -(-num_tokens // block)
-    counts = expert_ids.new_empty(num_blocks, num_experts)
+    block_counts, before = (expert_ids.new_empty(num_blocks, num_experts) for _ in range(2))
+    counts = expert_ids.new_empty(num_experts)
     sizes = (num_tokens, num_slots, num_experts, padded, block)
-    count_kernel[(num_blocks,)](expert_ids, counts, *sizes)
-    through = counts.cumsum(0, dtype=torch.int32)
-    places = torch.empty_like(expert_ids)
-    place_kernel[(num_blocks,)](expert_ids, through - counts, places, *sizes)
-    return through[-1], places
+    count_kernel[(num_blocks,)](expert_ids, block_counts, *sizes)
+    columns, chunk = min(PREFIX_COLUMNS, padded), min(PREFIX_CHUNK, next_power_of_2(num_blocks))
+    prefix_kernel[(-(-num_experts // columns),)](block_counts, before, counts, num_blocks, num_experts, columns, chunk)
+    place_kernel[(num_blocks,)](expert_ids, before, places, *sizes)
+    return counts, places
 
 
 @triton_jit(do_not_specialize=["budget"])

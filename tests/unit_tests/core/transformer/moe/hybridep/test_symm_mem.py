@@ -8,14 +8,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.errors import ConfigError, RankFailure
-from megatron.core.transformer.moe.dispatchers.hybridep import symm_mem_buffers
+from megatron.core.transformer.moe.dispatchers.hybridep import symm_mem_buffers, symm_mem_routing
 from megatron.core.transformer.moe.dispatchers.hybridep.collective import CollectiveEngine
 from megatron.core.transformer.moe.dispatchers.hybridep.engine import EngineSetup
 from megatron.core.transformer.moe.dispatchers.hybridep.metadata import Exchange
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem import SymmMemEngine
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_buffers import Capacity, Sections
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_group import LocalSymmetricGroup
-from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_routing import number_rows
 from tests.common.exchange_definition import LocalExchange
 from tests.common.symm_mem_cases import (
     INTERPRETED_CASES,
@@ -147,8 +146,14 @@ def test_counters_may_wrap_around(interpreted):
     assert epochs == [-(2**31) + 3] * 2  # the four operations of a case, and the dispatch that was repeated
 
 
-def test_rows_are_numbered_by_token(interpreted):
-    counts, places = interpreted(number_rows, IDS, 4)
+def number_job(ids, num_experts):
+    """In blocks of two tokens, and counts of two blocks at a time."""
+    with unittest.mock.patch.multiple(symm_mem_routing, BLOCK_ELEMENTS=8, PREFIX_CHUNK=2):
+        return symm_mem_routing.number_rows(ids, num_experts)
+
+
+def test_rows_are_numbered_by_token_across_blocks(interpreted):
+    counts, places = interpreted(number_job, IDS, 4)
     assert counts.tolist() == [2, 0, 3, 2]
     used = IDS >= 0
     assert places[used].tolist() == [0, 0, 1, 1, 0, 2, 1]

@@ -18,7 +18,16 @@ POINTERS = {
     **dict.fromkeys(["group_ends", "arrived", "expected", "failures", "block_counts", "before"], "*i32"),
 }
 CONSTANTS = {"SIZE": 2, "SIZE_PAD": 2, "EXPERTS": 8, "EXPERTS_PAD": 8, "SLOTS": 2, "SLOTS_PAD": 2, "WIDTH": 1024}
-CONSTANTS |= {"BLOCK": 1024, "TILE": 2, "HEADERS_AT": 4, "OPERATION": 0, "UNROLL": 2, "MULTIPLE": 16}
+CONSTANTS |= {
+    "BLOCK": 1024,
+    "TILE": 2,
+    "HEADERS_AT": 4,
+    "OPERATION": 0,
+    "UNROLL": 2,
+    "MULTIPLE": 16,
+    "COLUMNS": 8,
+    "CHUNK": 64,
+}
 CONSTANTS |= {"WITH_ROUTING": True, "WITH_PROBS": True, "INTERPRETED": False}
 
 
@@ -55,6 +64,6 @@ def test_reports_are_released_and_acquired_at_system_scope():
     assert re.search(r"st\.global.*?membar\.sys.*?bar\.sync.*?trap", wait, re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["count_kernel", "place_kernel", "arrange_kernel"])
+@pytest.mark.parametrize("name", ["count_kernel", "prefix_kernel", "place_kernel", "arrange_kernel"])
 def test_routing_kernels_compile(name):
     assert ".entry" in compile_for_hopper(getattr(routing, name))
