@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.configs.layer_pattern import moe_layer_pattern
+from megatron.core.pipeline_layout import stage_layers
 from megatron.core.utils.logging import get_logger, log_single_rank
+from megatron.training.arguments import core_transformer_config_from_args
 
 logger = get_logger(__name__)
 
@@ -60,16 +62,23 @@ def _shared_experts(args: argparse.Namespace) -> int:
     return _mlp(args, size, has_bias=False, ranks=ranks) + gate
 
 
-def rank_parameters(args: argparse.Namespace) -> RankParameters:
-    """Count the parameters that one rank holds."""
+def rank_parameters(args: argparse.Namespace, pipeline_rank: int = 0) -> RankParameters:
+    """Count the parameters that one rank of a pipeline stage holds."""
     h = args.hidden_size
-    flags = moe_layer_pattern(args.moe_layer_freq, args.num_layers, args.num_experts)
+    stages = stage_layers(core_transformer_config_from_args(args))
+    pattern = moe_layer_pattern(args.moe_layer_freq, args.num_layers, args.num_experts)
+    flags = [
+        pattern[layer] for layers in stages[pipeline_rank :: args.pipeline_model_parallel_size] for layer in layers
+    ]
     num_moe, num_dense = flags.count(True), flags.count(False)
     ranks = args.tensor_model_parallel_size
-    dense = args.padded_vocab_size // ranks * h * (2 if args.untie_embeddings_and_output_weights else 1)
-    if args.position_embedding_type == "learned_absolute":
+    is_first, is_last = pipeline_rank == 0, pipeline_rank == args.pipeline_model_parallel_size - 1
+    has_output = is_last and (args.untie_embeddings_and_output_weights or not is_first)
+    dense = args.padded_vocab_size // ranks * h * (is_first + has_output)
+    if args.position_embedding_type == "learned_absolute" and is_first:
         dense += args.max_position_embeddings * h
-    dense += len(flags) * (_attention(args) + 2 * _norm(args, h)) + _norm(args, h)
+    dense += _norm(args, h) if is_last else 0
+    dense += len(flags) * (_attention(args) + 2 * _norm(args, h))
     dense += num_dense * _mlp(args, args.ffn_hidden_size, args.add_bias_linear, ranks)
     if not num_moe:
         return RankParameters(dense, 0)
@@ -80,9 +89,9 @@ def rank_parameters(args: argparse.Namespace) -> RankParameters:
     return RankParameters(dense, expert)
 
 
-def parameter_bytes(args: argparse.Namespace) -> int:
+def parameter_bytes(args: argparse.Namespace, pipeline_rank: int = 0) -> int:
     """Bytes of the weights of one rank."""
-    return rank_parameters(args).total * torch.finfo(args.params_dtype).bits // 8
+    return rank_parameters(args, pipeline_rank).total * torch.finfo(args.params_dtype).bits // 8
 
 
 def optimizer_bytes_per_element(args: argparse.Namespace) -> int:
@@ -93,9 +102,9 @@ def optimizer_bytes_per_element(args: argparse.Namespace) -> int:
     return moments + (0 if args.params_dtype == torch.float32 else FP32_BYTES)
 
 
-def optimizer_bytes(args: argparse.Namespace) -> int:
+def optimizer_bytes(args: argparse.Namespace, pipeline_rank: int = 0) -> int:
     """Bytes of optimizer state of one rank; with the distributed optimizer of its shards."""
-    count = rank_parameters(args)
+    count = rank_parameters(args, pipeline_rank)
     dense_shards = expert_shards = 1
     if args.use_distributed_optimizer:
         dense_shards = args.data_parallel_size * args.context_parallel_size
@@ -107,18 +116,21 @@ def optimizer_bytes(args: argparse.Namespace) -> int:
 
 
 def report_memory_estimate(args: argparse.Namespace) -> None:
-    """Log on rank 0 what weights, main gradients and optimizer state of a rank will take."""
-    count = rank_parameters(args)
+    """Log on rank 0 what weights, main gradients and optimizer state will take, on the rank that holds the most."""
+    stages = args.pipeline_model_parallel_size
+    fullest = max(range(stages), key=lambda rank: rank_parameters(args, rank).total)
+    count = rank_parameters(args, fullest)
     grad_bytes = 2 if args.grad_reduce_in_bf16 or args.main_grads_dtype == "bf16" else FP32_BYTES
     parts = {
-        "weights": parameter_bytes(args),
+        "weights": parameter_bytes(args, fullest),
         "main gradients": count.total * grad_bytes,
-        "optimizer": optimizer_bytes(args),
+        "optimizer": optimizer_bytes(args, fullest),
     }
+    where = "a rank" if stages == 1 else f"a rank of pipeline stage {fullest}, the fullest"
     text = ", ".join(f"{name} {size / MEBIBYTE:.1f}" for name, size in parts.items())
     log_single_rank(
         logger,
         logging.INFO,
-        f"parameters on a rank: {count.dense} dense + {count.expert} expert; MiB of model state: {text}, "
+        f"parameters on {where}: {count.dense} dense + {count.expert} expert; MiB of model state: {text}, "
         f"together {sum(parts.values()) / MEBIBYTE:.1f} (activations not counted)",
     )

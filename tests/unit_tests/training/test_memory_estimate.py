@@ -91,3 +91,19 @@ def test_sharded_optimizer_takes_a_rank_its_share(monkeypatch):
     args.padded_vocab_size = 128
     count = rank_parameters(args)
     assert optimizer_bytes(args) == 8 * (count.dense // 4 + count.expert // 2)
+
+
+@pytest.mark.parametrize(
+    "more", ["", "--untie-embeddings-and-output-weights", "--num-virtual-stages-per-pipeline-rank 2"]
+)
+def test_stages_together_have_the_whole_model_and_a_tied_matrix_twice(monkeypatch, more):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = f"{BASE} {MOE} --num-layers 4 --moe-layer-freq 2 --global-batch-size 4"
+    whole = parse_args(flags.split() + [word for word in more.split() if "untie" in word])
+    staged = parse_args(f"{flags} {more} --pipeline-model-parallel-size 2".split())
+    whole.padded_vocab_size = staged.padded_vocab_size = 128
+    parts = [rank_parameters(staged, rank) for rank in range(2)]
+    expected = rank_parameters(whole)
+    again = 0 if "untie" in more else 128 * 32
+    assert sum(part.dense for part in parts) == expected.dense + again
+    assert sum(part.expert for part in parts) == expected.expert
