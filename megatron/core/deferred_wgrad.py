@@ -23,6 +23,8 @@ from typing import Protocol
 
 import torch
 
+from megatron.core import streams
+
 _REPORT_NAME = "gradient_report"
 
 
@@ -78,12 +80,14 @@ class WgradQueue:
             if report is not None:
                 report.num_deferred += 1
         self._waiting.append((tuple(params), compute))
+        streams.put_off(compute)
 
     def flush(self) -> None:
         """Run what waits, in order, on the current stream; report each parameter after its last product."""
         waiting, self._waiting = self._waiting[::-1], []
         while waiting:
             params, compute = waiting.pop()  # operands are freed one product after the other
+            streams.take_up(compute)
             compute()
             self.num_computed += 1
             for param in params:

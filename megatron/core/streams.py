@@ -86,6 +86,14 @@ class StreamObserver(Protocol):
         """The storage of `tensor` [...] is about to be emptied."""
         ...
 
+    def on_put_off(self, work: object) -> None:
+        """The current stream puts `work` off."""
+        ...
+
+    def on_take_up(self, work: object) -> None:
+        """The current stream does what was put off."""
+        ...
+
     def on_access(self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
         """A kernel that torch does not dispatch reads and writes these tensors [...] on the current stream."""
         ...
@@ -196,6 +204,18 @@ def declare(name: str, reads: Iterable[torch.Tensor] = (), writes: Iterable[torc
     """
     if _STATE.observer is not None:
         _STATE.observer.on_access(name, reads, writes)
+
+
+def put_off(work: object) -> None:
+    """Tell the observer that the current stream leaves `work` for later."""
+    if _STATE.observer is not None:
+        _STATE.observer.on_put_off(work)
+
+
+def take_up(work: object) -> None:
+    """Tell it that the current stream does it now; it ought to be the same stream."""
+    if _STATE.observer is not None:
+        _STATE.observer.on_take_up(work)
 
 
 def num_held() -> int:

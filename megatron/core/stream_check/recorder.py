@@ -48,6 +48,7 @@ class StreamRecorder(TorchDispatchMode):
         self._uses: dict[int, StorageUses] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._events: weakref.WeakKeyDictionary[Event, tuple[Snapshot, Operation]] = weakref.WeakKeyDictionary()
+        self._put_off: weakref.WeakKeyDictionary[object, Operation] = weakref.WeakKeyDictionary()
         self._waits: dict[tuple[Stream, Stream], Operation] = {}
         self._keys: set[tuple[object, ...]] = set()
 
@@ -109,6 +110,10 @@ class StreamRecorder(TorchDispatchMode):
         self.num_operations += 1
         stream = self.current_stream() if stream is None else stream
         return Operation(stream, self.clocks.advance(stream), name, streams.current_label(), call_site())
+
+    def _mark(self, stream: Stream, name: str) -> Operation:
+        """Something that happens between two operations of `stream`."""
+        return Operation(stream, self.clocks.of(stream)[stream], name, streams.current_label(), call_site())
 
     def read(self, value: Any, operation: Operation) -> None:
         """`operation` reads the tensors in `value`."""
@@ -186,7 +191,7 @@ class StreamRecorder(TorchDispatchMode):
     def _free(self, uses: StorageUses, how: str) -> Operation:
         """Give the block of a storage back to its owner; what is unfinished is judged when it is reused."""
         stream = self.current_stream() if uses.owner is None else uses.owner
-        operation = Operation(stream, self.clocks.of(stream)[stream], how, streams.current_label(), call_site())
+        operation = self._mark(stream, how)
         if uses.block is not None:
             unfinished = rules.unordered_before_free(uses, self.clocks)
             uses.block.unfinished = [(uses, first, operation) for first in unfinished]
@@ -210,9 +215,7 @@ class StreamRecorder(TorchDispatchMode):
 
     def on_record(self, event: Event) -> None:
         """An event is worth the clock of its stream at this moment."""
-        mark = Operation(
-            event.role, self.clocks.of(event.role)[event.role], "event", streams.current_label(), call_site()
-        )
+        mark = self._mark(event.role, "event")
         before = self._events.get(event)
         if before is not None and before[1].stream != event.role:
             self._report(Kind.EVENT, None, before[1], mark, "record an event of its own on each stream")
@@ -226,11 +229,14 @@ class StreamRecorder(TorchDispatchMode):
             self._waits[role, known[1].stream] = known[1]
 
     def on_hold(self, tensor: torch.Tensor, owner: Role, user: Role) -> None:
-        """A tensor [...] is held for the stream whose memory it is."""
+        """A stage that is done with a tensor [...] must have used it, else it was kept for nothing."""
         uses = self._uses.get(tensor.untyped_storage()._cdata)
-        if uses is not None and uses.owner not in (None, owner):
-            held = Operation(owner, self.clocks.of(owner)[owner], "hold", streams.current_label(), call_site())
-            self._report(Kind.OWNER, uses, uses.allocation, held, f"hold it for {name_of(uses.owner)}")
+        if uses is None or uses.allocation is None:
+            return
+        last = rules.last_use(uses, user)
+        if rules.is_kept_in_vain(last, streams.current_label()):
+            reason = "do not keep it for backward: nothing saved it"
+            self._report(Kind.LEAK, uses, last or uses.allocation, self._mark(user, "hold"), reason)
 
     def on_retire(self, tensor: torch.Tensor, owner: Role, user: Role) -> None:
         """What a hold kept is judged when it dies."""
@@ -240,6 +246,16 @@ class StreamRecorder(TorchDispatchMode):
         uses = self._uses.get(tensor.untyped_storage()._cdata)
         if uses is not None and uses.release is None:
             uses.release = self._free(uses, "release")
+
+    def on_put_off(self, work: object) -> None:
+        """Note where work was put off."""
+        self._put_off[work] = self._mark(streams.current_role(), "put off")
+
+    def on_take_up(self, work: object) -> None:
+        """Work that was put off belongs to the stream that put it off."""
+        before, now = self._put_off.pop(work, None), self._mark(streams.current_role(), "taken up")
+        if before is not None and before.stream != now.stream:
+            self._report(Kind.WGRAD, None, before, now, f"run it on {name_of(before.stream)}")
 
     def on_access(self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
         """A kernel that torch does not dispatch: `reads` and `writes` are the tensors [...] it touches."""

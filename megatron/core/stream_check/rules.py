@@ -8,7 +8,7 @@ release   nothing uses the storage afterwards
 event     an event belongs to one stream
 owner     memory that lives longer than a stage is allocated on compute
 wgrad     a deferred weight gradient runs on the stream on which its stage put it off
-leak      nothing that a step allocated lies unused through the whole next step
+leak      what a backward stage lets go of it has used; nothing lies unused through a whole step
 join      at the end of a step compute is behind every other stream of the step
 """
 
@@ -125,6 +125,18 @@ def note_write(uses: StorageUses, operation: Operation) -> None:
     uses.reads.clear()
     if operation.stream != uses.owner:
         uses.others[operation.stream] = operation
+
+
+def last_use(uses: StorageUses, stream: Stream) -> Operation | None:
+    """The last operation of `stream` that used it."""
+    candidates = [uses.reads.get(stream), uses.others.get(stream), uses.last_write]
+    return max((op for op in candidates if op and op.stream == stream), key=lambda op: op.tick, default=None)
+
+
+def is_kept_in_vain(last: Operation | None, stage: str) -> bool:
+    """True if the backward `stage` (labelled B or W and a name) lets go of something it did not use."""
+    kind, _, name = stage.partition(" ")
+    return kind in ("B", "W") and (last is None or last.stage not in (f"B {name}", f"W {name}"))
 
 
 def is_leak(uses: StorageUses, step: int) -> bool:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import streams
+from megatron.core.deferred_wgrad import WgradQueue
 from megatron.core.errors import StreamOrderError
 from megatron.core.stream_check.recorder import StreamRecorder
 from megatron.core.stream_check.report import finding_text
@@ -200,15 +201,51 @@ def test_one_event_for_two_streams_is_found():
     assert kinds(recorder) == [Kind.EVENT]
 
 
-def test_hold_for_another_stream_than_the_owner_is_found():
+def let_go_in_backward(*, is_used):
+    """A stage on compute keeps what comm made until its backward, which uses it or does not."""
     with recorded_step() as recorder:
-        with streams.on(Role.COMM):
-            x = torch.ones(4)
-        streams.wait(streams.record())
-        with streams.on(Role.COMM):
-            streams.hold(x, Role.COMPUTE)
-    (finding,) = recorder.findings
-    assert (finding.kind, finding.remedy) == (Kind.OWNER, "hold it for comm")
+        x, event = produced_on_comm()
+        with streams.on(Role.COMPUTE, "F 0.1 experts"):
+            streams.wait(event)
+            x + 1
+        with streams.on(Role.COMPUTE, "B 0.1 experts"):
+            if is_used:
+                x * 2
+        with streams.on(Role.COMPUTE, "W 0.1 experts"):
+            streams.hold(x, Role.COMM)
+    return recorder
+
+
+def test_input_kept_for_a_backward_that_does_not_use_it_is_found():
+    (finding,) = let_go_in_backward(is_used=False).findings
+    assert (finding.kind, finding.first.stage, finding.then.stage) == (Kind.LEAK, "F 0.1 experts", "W 0.1 experts")
+
+
+def test_input_kept_for_its_backward_is_silent():
+    assert let_go_in_backward(is_used=True).findings == []
+
+
+def flush_on(role):
+    """A weight gradient put off on compute and computed on `role`."""
+    queue = WgradQueue()
+    with recorded_step() as recorder:
+        with streams.on(Role.COMPUTE, "B 0.1 experts"):
+            queue.put([], lambda: None)
+        with streams.on(role, "W 0.1 experts"):
+            queue.flush()
+    return recorder
+
+
+def test_weight_gradient_on_another_stream_is_found():
+    (finding,) = flush_on(Role.COMM).findings
+    lines = finding_text(finding).splitlines()
+    assert lines[0] == "weight gradient outside its stage's stream"
+    assert lines[1].startswith("  first  put off on compute in B 0.1 experts at megatron/core/deferred_wgrad.py")
+    assert lines[2].startswith("  then   taken up on comm in W 0.1 experts at megatron/core/deferred_wgrad.py")
+
+
+def test_weight_gradient_on_its_stream_is_silent():
+    assert flush_on(Role.COMPUTE).findings == []
 
 
 def test_buffer_that_outlives_the_step_belongs_to_compute():
