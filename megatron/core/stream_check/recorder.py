@@ -233,10 +233,10 @@ class StreamRecorder(TorchDispatchMode):
         uses = self._uses.get(tensor.untyped_storage()._cdata)
         if uses is None or uses.allocation is None:
             return
-        last = rules.last_use(uses, user)
-        if rules.is_kept_in_vain(last, streams.current_label()):
+        if rules.is_kept_in_vain(uses, streams.current_label()):
             reason = "do not keep it for backward: nothing saved it"
-            self._report(Kind.LEAK, uses, last or uses.allocation, self._mark(user, "hold"), reason)
+            last = uses.others.get(user) or uses.allocation
+            self._report(Kind.LEAK, uses, last, self._mark(user, "hold"), reason)
 
     def on_retire(self, tensor: torch.Tensor, owner: Role, user: Role) -> None:
         """What a hold kept is judged when it dies."""

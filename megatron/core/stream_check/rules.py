@@ -127,16 +127,13 @@ def note_write(uses: StorageUses, operation: Operation) -> None:
         uses.others[operation.stream] = operation
 
 
-def last_use(uses: StorageUses, stream: Stream) -> Operation | None:
-    """The last operation of `stream` that used it."""
-    candidates = [uses.reads.get(stream), uses.others.get(stream), uses.last_write]
-    return max((op for op in candidates if op and op.stream == stream), key=lambda op: op.tick, default=None)
-
-
-def is_kept_in_vain(last: Operation | None, stage: str) -> bool:
-    """True if the backward `stage` (labelled B or W and a name) lets go of something it did not use."""
+def is_kept_in_vain(uses: StorageUses, stage: str) -> bool:
+    """True if the backward `stage` (labelled B or W and a name) lets go of rows it did not use; a vector may stay."""
+    if len(uses.shape) < 2:
+        return False
     kind, _, name = stage.partition(" ")
-    return kind in ("B", "W") and (last is None or last.stage not in (f"B {name}", f"W {name}"))
+    last = [operation.stage for operation in (*uses.reads.values(), *uses.others.values())]
+    return kind in ("B", "W") and f"B {name}" not in last and f"W {name}" not in last
 
 
 def is_leak(uses: StorageUses, step: int) -> bool:

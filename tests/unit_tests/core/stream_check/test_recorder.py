@@ -39,7 +39,7 @@ def kinds(recorder):
 def produced_on_comm():
     """A tensor that comm writes, and the event behind it."""
     with streams.on(Role.COMM, "F0.1 dispatch"):
-        x = torch.ones(4) * 2
+        x = torch.ones(2, 2) * 2
         return x, streams.record()
 
 
@@ -52,7 +52,7 @@ def test_read_without_wait_names_both_streams_stages_and_lines():
         del x
     (finding,) = recorder.findings
     lines = finding_text(finding).splitlines()
-    assert lines[0] == "read without order: tensor float32 [4] of aten.mul"
+    assert lines[0] == "read without order: tensor float32 [2, 2] of aten.mul"
     assert lines[1].startswith("  first  aten.mul on comm in F0.1 dispatch at tests/unit_tests/core/stream_check/")
     assert " produced_on_comm < " in lines[1]
     assert lines[2].startswith("  then   aten.add on compute in F0.1 experts at tests/unit_tests/core/stream_check/")
@@ -275,7 +275,7 @@ def test_tensor_that_a_whole_step_did_not_use_is_a_leak():
 def test_declared_kernel_is_seen():
     with recorded_step() as recorder:
         x, _ = produced_on_comm()
-        y = torch.zeros(4)
+        y = torch.zeros(2, 2)
         streams.declare("triton.scale_rows", reads=[x], writes=[y])
         streams.hold(x, Role.COMM)
     (finding,) = recorder.findings
