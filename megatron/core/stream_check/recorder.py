@@ -42,6 +42,7 @@ class StreamRecorder(TorchDispatchMode):
         self.step = first_step
         self.num_operations = 0
         self.is_paused = False
+        self._num_released = 0
         self.clocks = Clocks()
         self.collectives = CollectiveStreams(self)
         self._allocator = StreamOrderedAllocator()
@@ -71,7 +72,11 @@ class StreamRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         access = access_of(func)
-        if access.is_view or self.is_paused:
+        if self.is_paused:
+            return func(*args, **kwargs)
+        if access.is_view:
+            if self._num_released:  # a view of nothing fails in torch, without a word about who emptied it
+                self._refuse_released(tensors_in(args), access.name)
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self.collectives.run(func, args, kwargs)
@@ -153,14 +158,18 @@ class StreamRecorder(TorchDispatchMode):
         if uses is None:
             uses = self._register(tensor)
         elif uses.release is not None:
-            if tensor.untyped_storage().nbytes() == 0:
-                self._report(Kind.RELEASED, uses, uses.release, operation, "release it after this use")
-                raise StreamOrderError(
-                    f"{uses} is used by {operation.name} at {site_text(operation.site)} after its release"
-                )
-            uses.release = None
+            self._refuse_released([tensor], operation.name, operation)
         uses.step_used = self.step
         return uses
+
+    def _refuse_released(self, tensors: Iterable[torch.Tensor], name: str, operation: Operation | None = None) -> None:
+        """Stop in front of a use of memory that was given back: it would end the process."""
+        for tensor in tensors:
+            uses = self._uses.get(tensor.untyped_storage()._cdata)
+            if uses is not None and uses.release is not None and not tensor.untyped_storage().nbytes():
+                then = operation or self._mark(self.current_stream(), name)
+                self._report(Kind.RELEASED, uses, uses.release, then, "release it after this use")
+                raise StreamOrderError(f"{uses} is used by {name} at {site_text(then.site)} after its release")
 
     def _see_output(self, tensor: torch.Tensor, operation: Operation) -> None:
         """A result that is no view: its storage is new."""
@@ -187,6 +196,8 @@ class StreamRecorder(TorchDispatchMode):
         uses = self._uses.pop(key)
         if uses.release is None:
             self._free(uses, "free")
+        else:
+            self._num_released -= 1
 
     def _free(self, uses: StorageUses, how: str) -> Operation:
         """Give the block of a storage back to its owner; what is unfinished is judged when it is reused."""
@@ -246,6 +257,7 @@ class StreamRecorder(TorchDispatchMode):
         uses = self._uses.get(tensor.untyped_storage()._cdata)
         if uses is not None and uses.release is None:
             uses.release = self._free(uses, "release")
+            self._num_released += 1
 
     def on_put_off(self, work: object) -> None:
         """Note where work was put off."""

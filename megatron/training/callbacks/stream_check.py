@@ -26,6 +26,7 @@ class StreamCheck(Callback):
 
     def __init__(self, recorder: StreamRecorder) -> None:
         self.recorder = recorder
+        self.is_reported = False
 
     def on_train_start(self, run: TrainingRun) -> None:
         for chunk in run.model:
@@ -47,6 +48,7 @@ class StreamCheck(Callback):
         everyone = all_gather_object((own, recorder.collectives.take_records()), world_group())
         texts = [text for text, _ in everyone if text] + compare_records([records for _, records in everyone])
         if texts:
+            self.is_reported = True
             raise StreamOrderError("\n".join(texts) if get_rank() == 0 else "see the report of rank 0")
 
 
@@ -60,14 +62,14 @@ def checked_streams(args: argparse.Namespace) -> Iterator[list[Callback]]:
         yield []
         return
     recorder = StreamRecorder(first_step=0)
+    check = StreamCheck(recorder)
     try:
         with recorder:
-            yield [StreamCheck(recorder)]
-    except StreamOrderError:
-        raise
-    except BaseException:
-        if recorder.findings:  # the failure may well be their consequence
-            logger.error(report(recorder.findings, get_rank(), recorder.num_operations))
+            yield [check]
+    except BaseException as error:
+        if recorder.findings and not check.is_reported:  # the failure may well be their consequence
+            text = report(recorder.findings, get_rank(), recorder.num_operations)
+            raise StreamOrderError(f"{text}\nand then {type(error).__name__}: {error}") from error
         raise
     if recorder.findings:
         raise StreamOrderError(report(recorder.findings, get_rank(), recorder.num_operations))
