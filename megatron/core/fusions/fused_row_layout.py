@@ -14,6 +14,8 @@ blocks and experts before need. Sums of integers: both forms give the same numbe
 Legend: C tokens, K slots of a token, n experts, P rows, B blocks of tokens.
 """
 
+# ruff: noqa: ANN001  (a compiled kernel takes no annotations but tl.constexpr)
+
 # ruff: noqa: ANN001 (Triton reads annotations of kernel arguments as code)
 from dataclasses import dataclass
 

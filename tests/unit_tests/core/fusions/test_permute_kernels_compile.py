@@ -1,0 +1,34 @@
+"""Kernels that the interpreter accepts must also compile: Triton needs no GPU to build code for one."""
+
+import pytest
+
+from megatron.core.fusions.fused_permute import _gather_kernel, _sum_kernel
+from megatron.core.fusions.fused_row_layout import _block_kernel
+
+SIZES = {"num_slots": 8, "block": 8, "columns": 256}
+NO_PROBS = {"probs": None, "row_probs": None}
+BLOCK = {"num_slots": 8, "block": 32, "width": 256}
+SUM = SIZES | {"interpreted": False}
+KERNELS = [
+    (_gather_kernel, SIZES, "bf16"),
+    (_gather_kernel, SIZES | NO_PROBS, "u8"),
+    (_sum_kernel, SUM | {"is_double": False}, "bf16"),
+    (_sum_kernel, SUM | {"is_double": True} | NO_PROBS, "fp64"),
+    (_block_kernel, BLOCK | {"counts_only": True, "slots": None, "pairs": None}, "i32"),
+    (_block_kernel, BLOCK | {"counts_only": False}, "i32"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "constants", "dtype"), KERNELS, ids=lambda value: getattr(value, "__name__", None))
+def test_kernel_compiles_for_hopper(kernel, constants, dtype):
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {"tokens": f"*{dtype}", "rows": f"*{dtype}", "probs": "*fp32", "row_probs": "*fp32"}
+    types |= dict.fromkeys(("ids", "blocks", "slots", "pairs"), "*i32")
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    constexprs = {(names.index(name),): value for name, value in constants.items()}
+    built = triton.compile(ASTSource(kernel, signature, constexprs), target=GPUTarget("cuda", 90, 32))
+    assert ".target sm_90" in built.asm["ptx"]
