@@ -9,7 +9,6 @@ Time is in units of one chunk's forward; a backward takes two, messages take non
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron.core import env  # noqa: E402
 from megatron.core.errors import USER_ERRORS, exit_code  # noqa: E402
 from megatron.core.pipeline_layout import stage_layers  # noqa: E402
 from megatron.core.pipeline_parallel.actions import Action, ActionKind, PlanShape  # noqa: E402
@@ -61,8 +61,7 @@ def read_flags(words: Sequence[str]) -> argparse.Namespace:
     if draft.world_size is not None:
         position = given.index("--world-size")
         del given[position : position + 2]
-    if draft.world_size is not None or "WORLD_SIZE" not in os.environ:
-        os.environ["WORLD_SIZE"] = str(world)
+    env.set_default("WORLD_SIZE", str(world))
     return parse_args(given)
 
 
