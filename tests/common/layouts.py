@@ -28,6 +28,7 @@ from megatron.core.param_attrs import param_attrs
 from megatron.core.pipeline_layout import num_chunks
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import set_random_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_logging import LOSS_LABELS, MoEMetrics
 from megatron.core.transformer.moe.router import TopKRouter
@@ -67,6 +68,7 @@ class Layout:
     overlap_param_gather: bool = False
     delays_wgrad: bool = False
     fuses_wgrad: bool = True
+    recompute: tuple[str, ...] = ()
     overlap: bool = False
     """Hide expert communication behind another microbatch."""
 
@@ -114,7 +116,22 @@ class ModelCase:
             moe_token_dispatcher_type=layout.dispatcher,
             moe_grouped_gemm=layout.is_grouped,
             gradient_accumulation_fusion=layout.fuses_wgrad,
+            **recompute_fields(layout.recompute),
         )
+
+
+def recompute_fields(words: tuple[str, ...]) -> dict[str, Any]:
+    """Fields for ("uniform", "2"), ("block", "1"), the same with "distributed" behind, or the modules to recompute."""
+    if not words:
+        return {}
+    if words[0] not in ("uniform", "block"):
+        return {"recompute_granularity": "selective", "recompute_modules": list(words)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": words[0],
+        "recompute_num_layers": int(words[1]),
+        "distribute_saved_activations": words[2:] == ("distributed",),
+    }
 
 
 @dataclass
@@ -209,6 +226,7 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
     )
+    set_random_seed(1, device="cpu")
     config = case.config(layout)
     config.finalize_model_grads_func = finalize_model_grads
     counters = _choose_schedule(config, layout)
@@ -303,12 +321,14 @@ def cut_for_rank(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _record_routing(routers, ids_of_blocks, into) -> list[Any]:
-    """Hooks that note the routing map of each forward pass under global token ids."""
+    """Hooks that note the routing map of each forward pass that records, under global token ids."""
     hooks = []
     for layer, router in routers.items():
         remaining = iter(ids_of_blocks)
 
         def note(module, args, output, layer=layer, remaining=remaining):
+            if not torch.is_grad_enabled():
+                return  # the first pass of a recomputed layer
             ids = next(remaining).tolist()
             into[layer].update(zip(ids, output[1].clone(), strict=True))
 

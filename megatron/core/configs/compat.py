@@ -267,7 +267,58 @@ OVERLAP: tuple[Rule, ...] = (
     ),
 )
 
-RULES: tuple[Rule, ...] = NOT_YET + REFUSED + OVERLAP
+
+def _module_needs(module: str, sizes: str, is_there: Callable[[Any], bool], why: str) -> Rule:
+    """A part that selective recompute names and the model has not."""
+    return Rule(
+        f"recompute-{module}",
+        "refused",
+        f"recompute of {module} in a model without it",
+        f"recompute_modules {sizes}",
+        lambda config: config.recomputes(module) and not is_there(config),
+        why,
+        f"take {module} out of --recompute-modules",
+    )
+
+
+def _has_experts(config: Any) -> bool:
+    return bool(config.num_moe_experts)
+
+
+RECOMPUTE: tuple[Rule, ...] = (
+    _module_needs("moe", "num_moe_experts", _has_experts, "a dense model has no experts"),
+    _module_needs("moe_act", "num_moe_experts", _has_experts, "a dense model has no experts"),
+    _module_needs(
+        "shared_experts",
+        "moe_shared_expert_intermediate_size",
+        lambda config: bool(config.moe_shared_expert_intermediate_size),
+        "the model has no shared experts",
+    ),
+    _module_needs("mlp", "num_moe_experts moe_layer_freq", _has_dense_layer, "no layer has a dense MLP"),
+    Rule(
+        "distribute-saved-needs-tp",
+        "refused",
+        "distributed activations without whole copies on TP ranks",
+        "distribute_saved_activations tensor_model_parallel_size sequence_parallel",
+        lambda config: (
+            config.distribute_saved_activations and (config.tensor_model_parallel_size == 1 or config.sequence_parallel)
+        ),
+        "only TP without sequence parallelism has several copies of a layer's input",
+        "drop --distribute-saved-activations",
+    ),
+    _not_yet(
+        "overlap-recompute",
+        "recompute of whole layers or MoE layers beside overlapped expert communication",
+        "overlap_moe_expert_parallel_comm recompute_granularity recompute_modules",
+        lambda config: (
+            config.overlap_moe_expert_parallel_comm
+            and (config.recompute_granularity == "full" or config.recomputes("moe"))
+        ),
+        "use --recompute-granularity selective without moe",
+    ),
+)
+
+RULES: tuple[Rule, ...] = NOT_YET + REFUSED + OVERLAP + RECOMPUTE
 
 
 def judge(config: Any, rules: tuple[Rule, ...] = RULES) -> list[Violation]:

@@ -9,14 +9,29 @@ from megatron.core.configs.cuda_graph import CudaGraphConfig
 from megatron.core.configs.fp8 import Fp8Config
 from megatron.core.configs.moe import MoEConfig
 from megatron.core.configs.parallel import ModelParallelConfig
+from megatron.core.configs.recompute import RecomputeConfig
 from megatron.core.pipeline_layout import derive_num_chunks, layout_problem
 
 _OTHER_SPELLINGS = {"allgather": "all_gather"}
 
 
 @dataclasses.dataclass(kw_only=True)
-class TransformerConfig(CudaGraphConfig, MoEConfig, Fp8Config, ArchitectureConfig, ModelParallelConfig):
+class TransformerConfig(
+    CudaGraphConfig, MoEConfig, Fp8Config, RecomputeConfig, ArchitectureConfig, ModelParallelConfig
+):
     """Everything that the modules of a model read; construction derives open values and reports all violations."""
+
+    @property
+    def draws_in_forward(self) -> bool:
+        """True if the layers draw random numbers in training."""
+        drawing = (
+            self.hidden_dropout,
+            self.attention_dropout,
+            self.moe_input_jitter_eps,
+            self.moe_router_force_load_balancing,
+            self.moe_router_force_biased,
+        )
+        return any(drawing)
 
     def derive(self) -> None:
         """Values that follow from other topics."""

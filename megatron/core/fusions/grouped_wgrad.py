@@ -63,9 +63,8 @@ def config_for(num_rows: int, num_experts: int, out_features: int, in_features: 
 
 def uses_wgrad_kernel(main_grad: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor) -> bool:
     """True if the kernel takes main_grad [n, out, in], grad [R, out], rows [R, in]."""
-    if not (
-        grad.is_cuda and grad.dtype == rows.dtype and grad.dtype in _KERNEL_DTYPES and is_available("triton_descriptor")
-    ):
+    is_dtype_known = grad.dtype == rows.dtype and grad.dtype in _KERNEL_DTYPES
+    if not (grad.is_cuda and is_dtype_known and is_available("triton_descriptor")):
         return False
     return all(_is_tma_operand(tensor) for tensor in (main_grad, grad, rows))
 

@@ -184,6 +184,17 @@ class DeviceRngState:
         get_cuda_rng_tracker().set_states(self._tracked)
 
 
+@contextmanager
+def replayed(states: DeviceRngState) -> Iterator[None]:
+    """Draw once more what was drawn from `states` on; afterwards all states are as before the block."""
+    before = DeviceRngState(get_cuda_rng_tracker().device)
+    states.restore()
+    try:
+        yield
+    finally:
+        before.restore()
+
+
 def random_region(differs: bool) -> AbstractContextManager[None]:
     """Where tensor parallel ranks hold different data (`differs`) draw different numbers, elsewhere equal ones.
 

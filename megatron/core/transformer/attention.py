@@ -13,6 +13,7 @@ Legend: s sequence, b batch, h width, n query heads and g groups (key and value 
 channels of a head.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron.core.module_api.spec_utils import build_module
 from megatron.core.param_attrs import sum_gradient_over_tp
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.recompute import checkpoint
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -124,6 +126,9 @@ class SelfAttention(MegatronModule):
             )
             query = apply_rotary(query, tables, self.config.rotary_interleaved)
             key = apply_rotary(key, tables, self.config.rotary_interleaved)
+        if self.config.recomputes("core_attn"):
+            attend = functools.partial(self.core_attention, attention_mask=attention_mask)
+            return self.linear_proj(checkpoint(attend, query, key, value, draws=self.config.attention_dropout > 0.0))
         return self.linear_proj(self.core_attention(query, key, value, attention_mask))
 
     def get_query_key_value_tensors(

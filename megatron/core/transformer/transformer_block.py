@@ -6,6 +6,7 @@ separate steps of `forward`, so that a schedule that runs layers stage by stage 
 Legend: s sequence, b batch, h width, d turned channels.
 """
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,9 @@ from megatron.core.fp8.layer_choice import config_of_layer
 from megatron.core.fusions.fused_rope import RotaryTables
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.spec_utils import ModuleSpec, build_module
+from megatron.core.pipeline_parallel.overlap.protocol import SavedRouting
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.recompute import checkpoint
 from megatron.core.transformer.layer_layout import chunk_layers
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -57,6 +60,7 @@ class TransformerBlock(MegatronModule):
         submodules = _block_submodules(config, spec)
         self.pre_process, self.post_process = pre_process, post_process
         self.input_tensor: torch.Tensor | None = None
+        self.share_over = groups.tp if config.distribute_saved_activations else None
         self.layers = torch.nn.ModuleList(
             build_module(
                 submodules.layer_specs[layer],
@@ -115,9 +119,24 @@ class TransformerBlock(MegatronModule):
         rotary: RotaryTables | None,
         padding_mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run the layers in order: [s, b, h] -> [s, b, h]."""
-        for layer in self.layers:
-            hidden_states, _ = layer(hidden_states, attention_mask, rotary, padding_mask=padding_mask)
+        """Run the layers in order, under full recompute in spans: [s, b, h] -> [s, b, h]."""
+        for span, is_recomputed in self.config.layer_spans(len(self.layers)):
+            routings = [SavedRouting() if is_recomputed else None for _ in span]
+            shared = {"attention_mask": attention_mask, "rotary_pos_emb": rotary, "padding_mask": padding_mask}
+            run = functools.partial(self._run_span, span, routings, shared)
+            if is_recomputed and self.training:
+                draws = self.config.draws_in_forward
+                hidden_states = checkpoint(run, hidden_states, draws=draws, share_over=self.share_over)
+            else:
+                hidden_states = run(hidden_states)
+        return hidden_states
+
+    def _run_span(
+        self, span: range, routings: list[SavedRouting | None], shared: dict[str, Any], hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the layers of one span, `shared` being the arguments that all take: [s, b, h] -> [s, b, h]."""
+        for position, routing in zip(span, routings, strict=True):
+            hidden_states, _ = self.layers[position](hidden_states, **shared, routing=routing)
         return hidden_states
 
     def final_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:

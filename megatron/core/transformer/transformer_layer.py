@@ -13,6 +13,8 @@ Under sequence parallelism everything outside attention and MLP works on this ra
 Legend: s sequence (of this rank), b batch, h width, R rows at the experts of this rank.
 """
 
+import functools
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +25,16 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_rope import RotaryTables
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.spec_utils import build_module, get_module
-from megatron.core.pipeline_parallel.overlap.protocol import DispatchInputs, ExchangingMLP, LayerCall, Stage
+from megatron.core.pipeline_parallel.overlap.protocol import (
+    DispatchInputs,
+    ExchangingMLP,
+    LayerCall,
+    SavedRouting,
+    Stage,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import random_region
+from megatron.core.tensor_parallel.recompute import checkpoint, recomputed_on_use
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils.upcast import upcast
 
@@ -74,8 +83,11 @@ class TransformerLayer(MegatronModule):
         self.has_exchange = isinstance(self.mlp, ExchangingMLP)
 
     def saved_inputs(self) -> frozenset[Stage]:
-        """Stages whose rows autograd keeps; a dense MLP runs in `post` and keeps its input."""
-        return self.mlp.saved_inputs() if self.has_exchange else frozenset({Stage.POST})
+        """Stages whose rows autograd keeps; a dense MLP runs in `post` and keeps its input, unless norms run again."""
+        if self.has_exchange:
+            return self.mlp.saved_inputs()
+        is_made_again = self.config.recomputes("layernorm") and not isinstance(self.pre_mlp_layernorm, IdentityOp)
+        return frozenset() if is_made_again else frozenset({Stage.POST})
 
     def forward(
         self,
@@ -83,15 +95,20 @@ class TransformerLayer(MegatronModule):
         attention_mask: torch.Tensor | None = None,
         rotary_pos_emb: RotaryTables | torch.Tensor | None = None,
         padding_mask: torch.Tensor | None = None,
+        routing: SavedRouting | None = None,
     ) -> tuple[torch.Tensor, None]:
         """Run the stages in line; the second result is the place of upstream's cross-attention context.
+
+        `routing` is given if the whole layer is recomputed.
 
         Shapes: hidden_states [s, b, h], attention_mask bool broadcastable to [b, 1, s, s], True = masked,
             rotary_pos_emb tables or angles [s, 1, 1, d], padding_mask bool [b, s], True = padding -> [s, b, h].
         """
         if isinstance(rotary_pos_emb, torch.Tensor):
             rotary_pos_emb = RotaryTables.from_angles(rotary_pos_emb, self.config.params_dtype)
-        call = LayerCall(attention_mask, rotary_pos_emb, padding_mask)
+        call = LayerCall(attention_mask, rotary_pos_emb, padding_mask, routing)
+        if self.has_exchange and self.config.recomputes("moe"):
+            return self._run_with_recomputed_moe(hidden_states, call), None
         rows, probs, residual, shared_output = self.pre_dispatch(hidden_states, call)
         if probs is not None:
             rows, probs = self.dispatch(rows, probs, call)
@@ -101,14 +118,11 @@ class TransformerLayer(MegatronModule):
 
     def pre_dispatch(self, hidden_states: torch.Tensor, call: LayerCall) -> DispatchInputs:
         """Attention, pre-MLP norm and, with an exchange, everything up to it: [s, b, h] -> `DispatchInputs`."""
-        if self.config.fp32_residual_connection:
-            hidden_states = upcast(hidden_states)
-        attended = self.self_attention(self.input_layernorm(hidden_states), call.attention_mask, call.rotary)
-        residual = self._add(self.self_attn_bda, attended, hidden_states)
-        normed = self.pre_mlp_layernorm(residual)
+        normed, residual = self._attend(hidden_states, call)
         if not self.has_exchange:
             return DispatchInputs(normed, None, residual, None)
-        rows, probs, shared_output, state = self.mlp.route_and_preprocess(normed, call.padding_mask)
+        with self._norm_on_use(self.pre_mlp_layernorm, residual, normed):
+            rows, probs, shared_output, state = self.mlp.route_and_preprocess(normed, call.padding_mask, call.routing)
         call.dispatch_state = state
         return DispatchInputs(rows, probs, residual, shared_output)
 
@@ -131,8 +145,50 @@ class TransformerLayer(MegatronModule):
         if self.has_exchange:
             output_with_bias = self.mlp.postprocess(rows, shared_output, call.dispatch_state), None
         else:
-            output_with_bias = self.mlp(rows)
+            with self._norm_on_use(self.pre_mlp_layernorm, residual, rows):
+                output_with_bias = self._recomputed_mlp(rows) if self.config.recomputes("mlp") else self.mlp(rows)
         return self._add(self.mlp_bda, output_with_bias, residual)
+
+    def _attend(self, hidden_states: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention and pre-MLP norm: [s, b, h] -> the MLP's input [s, b, h], the residual stream [s, b, h]."""
+        if self.config.fp32_residual_connection:
+            hidden_states = upcast(hidden_states)
+        normed = self.input_layernorm(hidden_states)
+        with self._norm_on_use(self.input_layernorm, hidden_states, normed):
+            attended = self.self_attention(normed, call.attention_mask, call.rotary)
+        residual = self._add(self.self_attn_bda, attended, hidden_states)
+        return self.pre_mlp_layernorm(residual), residual
+
+    def _run_with_recomputed_moe(self, hidden_states: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """Run the stages in line, those of the MoE layer as one recomputed part: [s, b, h] -> [s, b, h]."""
+        normed, residual = self._attend(hidden_states, call)
+        routing = SavedRouting() if call.routing is None else call.routing
+
+        def run_moe(normed: torch.Tensor) -> torch.Tensor:
+            return self.mlp(normed, call.padding_mask, routing)[0]
+
+        with self._norm_on_use(self.pre_mlp_layernorm, residual, normed):
+            output = checkpoint(run_moe, normed, draws=self.config.draws_in_forward)
+        return self._add(self.mlp_bda, (output, None), residual)
+
+    def _recomputed_mlp(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the dense MLP as a recomputed part: [s, b, h] -> [s, b, h] and its bias [h] or None."""
+        biases = []
+
+        def run_mlp(normed: torch.Tensor) -> torch.Tensor:
+            output, bias = self.mlp(normed)
+            biases.append(bias)
+            return output
+
+        output = checkpoint(run_mlp, normed, draws=False)
+        return output, biases.pop()
+
+    def _norm_on_use(
+        self, norm: torch.nn.Module, source: torch.Tensor, normed: torch.Tensor
+    ) -> AbstractContextManager[None]:
+        """Where norms are recomputed: keep no copy of `normed` [s, b, h], which is norm(source [s, b, h])."""
+        is_active = self.config.recomputes("layernorm") and not isinstance(norm, IdentityOp)
+        return recomputed_on_use(normed, functools.partial(norm, source.detach()), is_active)
 
     def _add(
         self, bda: Any, output_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor

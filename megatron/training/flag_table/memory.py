@@ -3,20 +3,8 @@
 from megatron.training.flag_table.rows import ValueRow, negative, no_effect, not_yet, refused, switch, value, words
 
 OFFLOAD_MODULES = "attn_norm|qkv_linear|core_attn|attn_proj|mlp_norm|expert_fc1|moe_act|fused_group_mlp"
-RECOMPUTE_MODULES = (
-    "core_attn|moe_act|layernorm|mla_up_proj|mlp|moe|shared_experts|gdn_norm_out|gdp_in_proj|gdp_qkv|mhc"
-)
 
 FEATURES = (
-    not_yet(
-        "activation recompute",
-        "drop the flag, and lower --micro-batch-size if memory is short",
-        value("--recompute-granularity", str, None, "full|selective"),
-        value("--recompute-method", str, None, "uniform|block"),
-        value("--recompute-num-layers", int),
-        words("--recompute-modules", str, None, RECOMPUTE_MODULES),
-        switch("--distribute-saved-activations"),
-    ),
     not_yet(
         "parameters gathered in FP8",
         "drop the flag: weights are gathered in --bf16 and quantised once a step",
@@ -58,6 +46,20 @@ FEATURES = (
 )
 
 VALUES = (
+    ValueRow(
+        "recompute_modules",
+        ("mla_up_proj",),
+        "not_yet",
+        "recompute of a part of multi-latent attention",
+        "take mla_up_proj out of --recompute-modules",
+    ),
+    ValueRow(
+        "recompute_modules",
+        ("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc"),
+        "refused",
+        "recompute of parts of other architectures",
+        "use --recompute-modules core_attn",
+    ),
     ValueRow(
         "fp8_recipe",
         ("mxfp8",),

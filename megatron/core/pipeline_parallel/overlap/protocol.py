@@ -37,6 +37,20 @@ class Stage(enum.Enum):
 
 
 @dataclass
+class SavedRouting:
+    """The choice of a router, kept for the second pass of a recomputed layer.
+
+    Scores that tie may be ranked differently when they are computed again, and then nothing would fit together.
+    """
+
+    indices: torch.Tensor | None = None
+    """Expert ids int64 [T, k], best first; None before the first pass."""
+
+    routing_map: torch.Tensor | None = None
+    """bool [T, E] after a capacity was applied; None without one."""
+
+
+@dataclass
 class LayerCall:
     """One pass of one microbatch through one layer."""
 
@@ -48,6 +62,9 @@ class LayerCall:
 
     padding_mask: torch.Tensor | None = None
     """bool [b, s], True = padding, for the statistics of the router."""
+
+    routing: SavedRouting | None = None
+    """Filled by the first pass of a layer that is recomputed, used by the second; None if it runs once."""
 
     dispatch_state: Any = None
     """The dispatcher's state, set by `pre_dispatch` and read by the stages after it."""
@@ -120,7 +137,10 @@ class ExchangingMLP(Protocol):
         ...
 
     def route_and_preprocess(
-        self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        padding_mask: torch.Tensor | None = None,
+        routing: SavedRouting | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Any]:
         """[s, b, h], padding_mask bool [b, s] -> rows [rows, h], probs [rows], shared output [s, b, h], state."""
         ...

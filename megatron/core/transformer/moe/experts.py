@@ -6,12 +6,11 @@ Legend: R rows sorted by expert, h width, n experts of this rank.
 import torch
 
 from megatron.core.configs.transformer import TransformerConfig
-from megatron.core.fusions.fused_weighted_activation import weighted_activation
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.expert_names import ExpertNumbering, is_reduced_like_dense
-from megatron.core.transformer.moe.grouped_mlp import GroupedMLP, add_weighted_bias
+from megatron.core.transformer.moe.grouped_mlp import GroupedMLP, activate_experts, add_weighted_bias
 
 __all__ = ["GroupedMLP", "SequentialMLP"]
 
@@ -81,7 +80,7 @@ class SequentialMLP(ExpertNumbering, MegatronModule):
         inner, bias = expert.linear_fc1(rows)  # type: ignore[operator]
         if bias is not None:
             inner = inner + bias
-        config = self.config
-        inner = weighted_activation(inner, inner_probs, config.activation_func, config.gated_linear_unit)
-        output, bias = expert.linear_fc2(inner)  # type: ignore[operator]
+        inner, uses = activate_experts(self.config, inner, inner_probs)
+        with uses:
+            output, bias = expert.linear_fc2(inner)  # type: ignore[operator]
         return output if bias is None else add_weighted_bias(output, bias, inner_probs)

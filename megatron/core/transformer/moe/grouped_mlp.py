@@ -14,7 +14,9 @@ result and communicates nothing: the dispatcher brings every row to all shards o
 Legend: R rows sorted by expert, h width, f inner width of this rank, n experts of this rank, e global expert id.
 """
 
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -28,6 +30,7 @@ from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.parameter import hidden_init, new_parameter, output_init
 from megatron.core.param_attrs import InitSpec, ParamAttrs
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.recompute import recomputed_on_use
 from megatron.core.transformer.moe.expert_names import ExpertNumbering, is_reduced_like_dense
 from megatron.core.utils.divide import divide
 from megatron.core.utils.groups import group_rank, group_size
@@ -171,8 +174,9 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
         inner = self.linear_fc1(rows, tokens_per_expert, host_tokens_per_expert)
         if experts is not None:
             inner = (inner + gather_bias(self.linear_fc1.biases, experts)).to(inner.dtype)
-        inner = weighted_activation(inner, inner_probs, self.config.activation_func, self.config.gated_linear_unit)
-        output = self.linear_fc2(inner, tokens_per_expert, host_tokens_per_expert)
+        inner, uses = activate_experts(self.config, inner, inner_probs)
+        with uses:
+            output = self.linear_fc2(inner, tokens_per_expert, host_tokens_per_expert)
         if experts is not None:
             output = add_weighted_bias(output, gather_bias(self.linear_fc2.biases, experts), inner_probs)
         return (output if padding is None else padding.unpad(output)), None
@@ -183,6 +187,21 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
         if state is None:
             return None
         return plan_padding(tokens_per_expert.to(rows.device), rows.shape[0], state.setup.recipe.row_multiple)
+
+
+def activate_experts(
+    config: TransformerConfig, inner: torch.Tensor, probs: torch.Tensor | None
+) -> tuple[torch.Tensor, AbstractContextManager[None]]:
+    """Weighted activation, inner [R, f or 2f], probs [R] -> [R, f], and the context in which fc2 is to use it.
+
+    With recompute of `moe_act` the context keeps fc2 from holding a copy until backward.
+    """
+    activate = functools.partial(
+        weighted_activation, activation=config.activation_func, is_gated=config.gated_linear_unit
+    )
+    result = activate(inner, probs)
+    again = functools.partial(activate, inner.detach(), None if probs is None else probs.detach())
+    return result, recomputed_on_use(result, again, config.recomputes("moe_act"))
 
 
 def add_weighted_bias(output: torch.Tensor, bias: torch.Tensor, probs: torch.Tensor | None) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.spec_utils import build_module
-from megatron.core.pipeline_parallel.overlap.protocol import Stage
+from megatron.core.pipeline_parallel.overlap.protocol import SavedRouting, Stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import own_rows
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
@@ -80,13 +80,16 @@ class MoELayer(MegatronModule):
         return frozenset({Stage.EXPERTS}) if is_kept else frozenset()
 
     def forward(
-        self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None
+        self,
+        hidden_states: torch.Tensor,
+        padding_mask: torch.Tensor | None = None,
+        routing: SavedRouting | None = None,
     ) -> tuple[torch.Tensor, None]:
         """Run the layer: hidden [s, b, h], padding mask bool [b, s] (True = padding) -> [s, b, h] and no bias.
 
         Under sequence parallelism hidden is this rank's shard of the sequence and the mask that of the whole sequence.
         """
-        rows, probs, shared_output, state = self.route_and_preprocess(hidden_states, padding_mask)
+        rows, probs, shared_output, state = self.route_and_preprocess(hidden_states, padding_mask, routing)
         rows, probs = self.dispatch(rows, probs, state)
         rows = self.experts_compute(rows, probs, state)
         rows = self.combine(rows, state)
@@ -105,13 +108,16 @@ class MoELayer(MegatronModule):
         ]
 
     def route_and_preprocess(
-        self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        padding_mask: torch.Tensor | None = None,
+        routing: SavedRouting | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, DispatchState]:
         """Step 1: [s, b, h], mask bool [b, s] -> rows [S, h], probs [S], shared output [s, b, h] or None, state."""
         mask = None
         if padding_mask is not None:
             mask = own_rows(padding_mask.transpose(0, 1).bool().contiguous(), self.sequence_group)
-        probs, routing_map = self.router(hidden, mask)
+        probs, routing_map = self.router(hidden, mask, routing)
         shared_output = None if self.shared_experts is None else self.shared_experts(hidden)
         tokens = hidden.reshape(-1, hidden.shape[-1])  # [s, b, h] -> [T, h]
         rows, row_probs, state = self.token_dispatcher.dispatch_preprocess(tokens, routing_map, probs)

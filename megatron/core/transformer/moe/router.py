@@ -27,6 +27,7 @@ from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.parameter import hidden_init, new_parameter
 from megatron.core.param_attrs import ParamAttrs
+from megatron.core.pipeline_parallel.overlap.protocol import SavedRouting
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
@@ -44,7 +45,8 @@ from megatron.core.transformer.moe.topk import (
     score_experts,
     select_topk,
     selection_scores,
-    sinkhorn_routing,
+    sinkhorn_choice,
+    sinkhorn_weights,
 )
 from megatron.core.utils.logging import get_logger, log_single_rank
 
@@ -106,14 +108,19 @@ class TopKRouter(MegatronModule, ExactBuffersModule):
                 log_single_rank(_LOGGER, logging.WARNING, message)
 
     def forward(
-        self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None
+        self,
+        hidden_states: torch.Tensor,
+        padding_mask: torch.Tensor | None = None,
+        saved: SavedRouting | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Route: hidden [s, B, h], mask bool [s, B] with True for padding -> probs [T, E], routing map bool [T, E].
+
+        `saved` takes the choice of the first pass of a recomputed layer and gives it to the second.
 
         Dtype: probs have the dtype of the logits: `moe_router_dtype`, or the parameters' if that is unset.
         Host: no synchronisation, except with sinkhorn balancing.
         """
-        return self.routing(self.gate(self.apply_input_jitter(hidden_states)), padding_mask)
+        return self.routing(self.gate(self.apply_input_jitter(hidden_states)), padding_mask, saved)
 
     def graph_capture_blockers(self) -> list[str]:
         """Why a step with this router cannot be captured."""
@@ -139,7 +146,7 @@ class TopKRouter(MegatronModule, ExactBuffersModule):
         return F.linear(hidden_states.to(dtype), self.weight.to(dtype))
 
     def routing(
-        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None, saved: SavedRouting | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Steps 3 to 8: logits [s, B, E], mask bool [s, B] -> probs [T, E], routing map bool [T, E]."""
         logits = self.force_logits(logits)
@@ -149,9 +156,9 @@ class TopKRouter(MegatronModule, ExactBuffersModule):
         token_counts = self.balancer.count_tokens(logits.shape[0] * logits.shape[1], is_real) if is_balanced else (0, 0)
         if is_balanced:
             logits = self.balancer.attach_z_loss(logits, is_real, token_counts[1])
-        probs, routing_map = self.choose(logits.flatten(0, 1))
+        probs, routing_map = self.choose(logits.flatten(0, 1), saved)
         if self.config.moe_expert_capacity_factor is not None:
-            probs, routing_map = self._apply_capacity(probs, routing_map)
+            probs, routing_map = self._apply_capacity(probs, routing_map, saved)
         if is_balanced:
             probs = self.balancer.attach_balancing_losses(probs, logits, is_real, token_counts)
         if is_recorded:
@@ -176,12 +183,19 @@ class TopKRouter(MegatronModule, ExactBuffersModule):
         with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
             return torch.randn(self.num_experts, dtype=logits.dtype, device=logits.device) * std
 
-    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, logits: torch.Tensor, saved: SavedRouting | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Choice and weights before any drop: logits [T, E] -> probs [T, E], routing map bool [T, E]."""
+        saved = SavedRouting() if saved is None else saved
         if self.is_sinkhorn:
-            return sinkhorn_routing(logits, self.topk, self.training)
+            if saved.indices is None:
+                saved.indices = sinkhorn_choice(logits, self.topk, self.training)
+            return scatter_routing(
+                saved.indices, sinkhorn_weights(logits, saved.indices), self.num_experts, logits.dtype
+            )
         scores = score_experts(logits, self.rule)
-        indices = self.select_experts(selection_scores(logits, scores, self.rule, self.expert_bias))
+        if saved.indices is None:
+            saved.indices = self.select_experts(selection_scores(logits, scores, self.rule, self.expert_bias))
+        indices = saved.indices
         weights = routing_weights(scores, indices, self.rule)
         return scatter_routing(indices, weights, self.num_experts, logits.dtype)
 
@@ -189,14 +203,21 @@ class TopKRouter(MegatronModule, ExactBuffersModule):
         """Turn selection scores [T, E] into expert ids [T, k]; the one place to override for a forced routing."""
         return select_topk(scores, self.rule)
 
-    def _apply_capacity(self, probs: torch.Tensor, routing_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _apply_capacity(
+        self, probs: torch.Tensor, routing_map: torch.Tensor, saved: SavedRouting | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Probs [T, E], map bool [T, E] -> the same two after drop or padding."""
         config = self.config
+        if saved is not None and saved.routing_map is not None:
+            return probs * saved.routing_map, saved.routing_map
         assert config.moe_expert_capacity_factor is not None, "no capacity without a factor"
         num_pairs = probs.shape[0] * self.topk
         capacity = expert_capacity(num_pairs, self.num_experts, config.moe_expert_capacity_factor)
         is_padded = config.moe_pad_expert_input_to_capacity
-        return apply_capacity(probs, routing_map, capacity, config.moe_token_drop_policy, is_padded)
+        probs, routing_map = apply_capacity(probs, routing_map, capacity, config.moe_token_drop_policy, is_padded)
+        if saved is not None:
+            saved.routing_map = routing_map
+        return probs, routing_map
 
     @torch.no_grad()
     def _count(self, routing_map: torch.Tensor, is_real: torch.Tensor | None) -> None:

@@ -17,6 +17,7 @@ from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.module_api.parameter import hidden_init, new_parameter
 from megatron.core.param_attrs import ParamAttrs
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.recompute import checkpoint
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.utils.upcast import upcast
 
@@ -46,10 +47,17 @@ class SharedExpertMLP(MLP):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Run all tokens: [s, b, h] -> [s, b, h]."""
+        if self.config.recomputes("shared_experts"):
+            # two inputs, so that their gradients are added one by one, as without recompute
+            return checkpoint(self._run, hidden_states, hidden_states, draws=False)
+        return self._run(hidden_states, hidden_states)
+
+    def _run(self, gate_input: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """MLP and gate, which see the same tokens: [s, b, h], [s, b, h] -> [s, b, h]."""
         output, _ = super().forward(hidden_states)
         if self.gate_weight is None:
             return output
-        factor = torch.sigmoid(upcast(F.linear(hidden_states, self.gate_weight)))  # [s, b, 1]
+        factor = torch.sigmoid(upcast(F.linear(gate_input, self.gate_weight)))  # [s, b, 1]
         return (output * factor).to(output.dtype)
 
 

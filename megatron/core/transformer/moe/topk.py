@@ -166,13 +166,20 @@ def sinkhorn(cost_logits: torch.Tensor, tolerance: float = 1e-4) -> torch.Tensor
     return column * cost * row.unsqueeze(1)
 
 
-def sinkhorn_routing(logits: torch.Tensor, topk: int, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose by the balanced matrix in training, by the logits in evaluation: [T, E] -> probs [T, E], map [T, E].
-
-    The weights are the plain softmax (sigmoid for a single expert) at the chosen places.
-    """
+def sinkhorn_choice(logits: torch.Tensor, topk: int, is_training: bool) -> torch.Tensor:
+    """Choose by the balanced matrix in training, by the logits in evaluation: [T, E] -> expert ids [T, k]."""
     selection = sinkhorn(logits.detach()) if is_training else logits.detach()
-    indices = selection.topk(topk, dim=-1).indices
+    return selection.topk(topk, dim=-1).indices
+
+
+def sinkhorn_weights(logits: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Weights: the plain softmax (sigmoid for one expert) at the chosen places, [T, E], ids [T, k] -> [T, k]."""
     wide = upcast(logits)
-    scores = torch.sigmoid(wide) if topk == 1 else torch.softmax(wide, dim=-1)
-    return scatter_routing(indices, scores.gather(1, indices), logits.shape[1], logits.dtype)
+    scores = torch.sigmoid(wide) if indices.shape[1] == 1 else torch.softmax(wide, dim=-1)
+    return scores.gather(1, indices)
+
+
+def sinkhorn_routing(logits: torch.Tensor, topk: int, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both steps: [T, E] -> probs [T, E], map bool [T, E]."""
+    indices = sinkhorn_choice(logits, topk, is_training)
+    return scatter_routing(indices, sinkhorn_weights(logits, indices), logits.shape[1], logits.dtype)

@@ -10,6 +10,8 @@ ALL = RULES + TRAINING_RULES
 SIZES = {"num_layers": 4, "hidden_size": 96, "num_attention_heads": 6}
 MOE = {**SIZES, "num_moe_experts": 8}
 CP2 = {"context_parallel_size": 2, "attention_dropout": 0.0}
+SELECTIVE = {"recompute_granularity": "selective"}
+FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 VIOLATORS = {
     "pp": {**SIZES, "pipeline_model_parallel_size": 2},
     "vpp": {**SIZES, "virtual_pipeline_model_parallel_size": 2},
@@ -43,6 +45,12 @@ VIOLATORS = {
     "delay_wgrad_compute-needs-overlap": {**MOE, "delay_wgrad_compute": True},
     "ep_overlap_early_attn_memory_release-needs-overlap": {**MOE, "ep_overlap_early_attn_memory_release": True},
     "high_priority_a2a_comm_stream-needs-overlap": {**MOE, "high_priority_a2a_comm_stream": True},
+    "recompute-moe": {**SIZES, **SELECTIVE, "recompute_modules": ["core_attn", "moe"]},
+    "recompute-moe_act": {**SIZES, **SELECTIVE, "recompute_modules": ["moe_act"]},
+    "recompute-shared_experts": {**MOE, **SELECTIVE, "recompute_modules": ["shared_experts"]},
+    "recompute-mlp": {**MOE, **SELECTIVE, "moe_layer_freq": 1, "recompute_modules": ["mlp"]},
+    "distribute-saved-needs-tp": {**SIZES, **FULL, "distribute_saved_activations": True},
+    "overlap-recompute": {**MOE, **FULL, "overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2},
 }
 
 
