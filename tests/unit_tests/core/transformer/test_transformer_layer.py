@@ -72,7 +72,7 @@ def test_padding_mask_reaches_the_router():
     layer = build(**MOE, moe_aux_loss_coeff=0.1)
     seen = []
     router_forward = layer.mlp.router.forward
-    layer.mlp.router.forward = lambda hidden, mask: (seen.append(mask), router_forward(hidden, mask))[1]
+    layer.mlp.router.forward = lambda hidden, mask, _: (seen.append(mask), router_forward(hidden, mask))[1]
     padding = torch.zeros(2, 5, dtype=torch.bool)
     padding[1, 3:] = True
     layer(X, padding_mask=padding)
