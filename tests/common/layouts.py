@@ -244,16 +244,7 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
         overlap_param_gather=layout.overlap_param_gather,
     )
     chunks = [DistributedDataParallel(config, ddp_config, model) for model in models]
-    settings = OptimizerConfig(
-        optimizer="sgd",
-        lr=options.get("learning_rate", 0.1),
-        sgd_momentum=0.0,
-        weight_decay=0.0,
-        clip_grad=options.get("clip_grad", 0.0),
-        bf16=layout.dtype is torch.bfloat16,
-        use_distributed_optimizer=layout.use_distributed_optimizer,
-    )
-    optimizer = get_megatron_optimizer(settings, chunks)
+    optimizer = get_megatron_optimizer(_plain_sgd(layout, options), chunks)
     result = RankStep(
         torch.zeros(2, dtype=torch.float64), {}, {}, None, {}, {layer: {} for layer in routers}, {}, [], counters
     )
@@ -279,6 +270,19 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
         result.params |= {n: _shard(p, p.detach()) for n, p in named_global_parameters(chunk)}
     result.expert_bias = {layer: r.expert_bias for layer, r in routers.items() if r.expert_bias is not None}
     return result
+
+
+def _plain_sgd(layout: Layout, options: Mapping[str, Any]) -> OptimizerConfig:
+    """Settings of an optimizer without a state of its own."""
+    return OptimizerConfig(
+        optimizer="sgd",
+        lr=options.get("learning_rate", 0.1),
+        sgd_momentum=0.0,
+        weight_decay=0.0,
+        clip_grad=options.get("clip_grad", 0.0),
+        bf16=layout.dtype is torch.bfloat16,
+        use_distributed_optimizer=layout.use_distributed_optimizer,
+    )
 
 
 def _choose_schedule(config: TransformerConfig, layout: Layout) -> Counter[str]:
