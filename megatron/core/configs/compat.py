@@ -268,6 +268,10 @@ OVERLAP: tuple[Rule, ...] = (
 )
 
 
+def _recomputes(config: Any, module: str) -> bool:
+    return config.recompute_granularity == "selective" and module in (config.recompute_modules or ())
+
+
 def _module_needs(module: str, sizes: str, is_there: Callable[[Any], bool], why: str) -> Rule:
     """A part that selective recompute names and the model has not."""
     return Rule(
@@ -275,7 +279,7 @@ def _module_needs(module: str, sizes: str, is_there: Callable[[Any], bool], why:
         "refused",
         f"recompute of {module} in a model without it",
         f"recompute_modules {sizes}",
-        lambda config: config.recomputes(module) and not is_there(config),
+        lambda config: _recomputes(config, module) and not is_there(config),
         why,
         f"take {module} out of --recompute-modules",
     )
@@ -312,7 +316,7 @@ RECOMPUTE: tuple[Rule, ...] = (
         "overlap_moe_expert_parallel_comm recompute_granularity recompute_modules",
         lambda config: (
             config.overlap_moe_expert_parallel_comm
-            and (config.recompute_granularity == "full" or config.recomputes("moe"))
+            and (config.recompute_granularity == "full" or _recomputes(config, "moe"))
         ),
         "use --recompute-granularity selective without moe",
     ),

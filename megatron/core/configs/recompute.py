@@ -70,18 +70,3 @@ class RecomputeConfig(ConfigTopic):
             names = "distribute_saved_activations recompute_granularity"
             found.append(violation(self, names, "only inputs of whole layers are distributed", "set full"))
         return found
-
-    def recomputes(self, module: RecomputeModule) -> bool:
-        """True if selective recompute covers `module`."""
-        return self.recompute_granularity == "selective" and module in (self.recompute_modules or ())
-
-    def layer_spans(self, num_layers: int) -> list[tuple[range, bool]]:
-        """Cut the layers of a chunk into spans that run, and are recomputed if True, as one."""
-        if self.recompute_granularity != "full" or self.recompute_num_layers is None:
-            return [(range(num_layers), False)]
-        step = self.recompute_num_layers
-        if self.recompute_method == "uniform":
-            return [(range(first, min(first + step, num_layers)), True) for first in range(0, num_layers, step)]
-        recomputed = min(step, num_layers)
-        singles = [(range(layer, layer + 1), True) for layer in range(recomputed)]
-        return [*singles, (range(recomputed, num_layers), False)] if recomputed < num_layers else singles

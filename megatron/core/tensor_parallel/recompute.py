@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.configs.recompute import RecomputeConfig, RecomputeModule
 from megatron.core.deferred_wgrad import WgradQueue, active_queue, deferring
 from megatron.core.tensor_parallel.random import DeviceRngState, get_cuda_rng_tracker, replayed
 from megatron.core.utils.collectives import all_gather
@@ -31,6 +32,23 @@ from megatron.core.utils.divide import divide
 from megatron.core.utils.groups import group_size
 
 Part = Callable[..., torch.Tensor]
+
+
+def recomputes(config: RecomputeConfig, module: RecomputeModule) -> bool:
+    """True if selective recompute covers `module`."""
+    return config.recompute_granularity == "selective" and module in (config.recompute_modules or ())
+
+
+def layer_spans(config: RecomputeConfig, num_layers: int) -> list[tuple[range, bool]]:
+    """Cut the layers of a chunk into spans that run, and are recomputed if True, as one."""
+    if config.recompute_granularity != "full" or config.recompute_num_layers is None:
+        return [(range(num_layers), False)]
+    step = config.recompute_num_layers
+    if config.recompute_method == "uniform":
+        return [(range(first, min(first + step, num_layers)), True) for first in range(0, num_layers, step)]
+    recomputed = min(step, num_layers)
+    singles = [(range(layer, layer + 1), True) for layer in range(recomputed)]
+    return [*singles, (range(recomputed, num_layers), False)] if recomputed < num_layers else singles
 
 
 def checkpoint(

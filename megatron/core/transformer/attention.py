@@ -27,7 +27,7 @@ from megatron.core.module_api.spec_utils import build_module
 from megatron.core.param_attrs import sum_gradient_over_tp
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.recompute import checkpoint
+from megatron.core.tensor_parallel.recompute import checkpoint, recomputes
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -126,7 +126,7 @@ class SelfAttention(MegatronModule):
             )
             query = apply_rotary(query, tables, self.config.rotary_interleaved)
             key = apply_rotary(key, tables, self.config.rotary_interleaved)
-        if self.config.recomputes("core_attn"):
+        if recomputes(self.config, "core_attn"):
             attend = functools.partial(self.core_attention, attention_mask=attention_mask)
             return self.linear_proj(checkpoint(attend, query, key, value, draws=self.config.attention_dropout > 0.0))
         return self.linear_proj(self.core_attention(query, key, value, attention_mask))

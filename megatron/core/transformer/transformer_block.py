@@ -19,7 +19,7 @@ from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.spec_utils import ModuleSpec, build_module
 from megatron.core.pipeline_parallel.overlap.protocol import SavedRouting
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.recompute import checkpoint
+from megatron.core.tensor_parallel.recompute import checkpoint, layer_spans
 from megatron.core.transformer.layer_layout import chunk_layers
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -120,7 +120,7 @@ class TransformerBlock(MegatronModule):
         padding_mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """Run the layers in order, under full recompute in spans: [s, b, h] -> [s, b, h]."""
-        for span, is_recomputed in self.config.layer_spans(len(self.layers)):
+        for span, is_recomputed in layer_spans(self.config, len(self.layers)):
             routings = [SavedRouting() if is_recomputed else None for _ in span]
             shared = {"attention_mask": attention_mask, "rotary_pos_emb": rotary, "padding_mask": padding_mask}
             run = functools.partial(self._run_span, span, routings, shared)

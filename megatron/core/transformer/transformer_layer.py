@@ -34,7 +34,7 @@ from megatron.core.pipeline_parallel.overlap.protocol import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import random_region
-from megatron.core.tensor_parallel.recompute import checkpoint, recomputed_on_use
+from megatron.core.tensor_parallel.recompute import checkpoint, recomputed_on_use, recomputes
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils.upcast import upcast
 
@@ -86,7 +86,7 @@ class TransformerLayer(MegatronModule):
         """Stages whose rows autograd keeps; a dense MLP runs in `post` and keeps its input, unless norms run again."""
         if self.has_exchange:
             return self.mlp.saved_inputs()
-        is_made_again = self.config.recomputes("layernorm") and not isinstance(self.pre_mlp_layernorm, IdentityOp)
+        is_made_again = recomputes(self.config, "layernorm") and not isinstance(self.pre_mlp_layernorm, IdentityOp)
         return frozenset() if is_made_again else frozenset({Stage.POST})
 
     def forward(
@@ -107,7 +107,7 @@ class TransformerLayer(MegatronModule):
         if isinstance(rotary_pos_emb, torch.Tensor):
             rotary_pos_emb = RotaryTables.from_angles(rotary_pos_emb, self.config.params_dtype)
         call = LayerCall(attention_mask, rotary_pos_emb, padding_mask, routing)
-        if self.has_exchange and self.config.recomputes("moe"):
+        if self.has_exchange and recomputes(self.config, "moe"):
             return self._run_with_recomputed_moe(hidden_states, call), None
         rows, probs, residual, shared_output = self.pre_dispatch(hidden_states, call)
         if probs is not None:
@@ -146,7 +146,7 @@ class TransformerLayer(MegatronModule):
             output_with_bias = self.mlp.postprocess(rows, shared_output, call.dispatch_state), None
         else:
             with self._norm_on_use(self.pre_mlp_layernorm, residual, rows):
-                output_with_bias = self._recomputed_mlp(rows) if self.config.recomputes("mlp") else self.mlp(rows)
+                output_with_bias = self._recomputed_mlp(rows) if recomputes(self.config, "mlp") else self.mlp(rows)
         return self._add(self.mlp_bda, output_with_bias, residual)
 
     def _attend(self, hidden_states: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,7 +187,7 @@ class TransformerLayer(MegatronModule):
         self, norm: torch.nn.Module, source: torch.Tensor, normed: torch.Tensor
     ) -> AbstractContextManager[None]:
         """Where norms are recomputed: keep no copy of `normed` [s, b, h], which is norm(source [s, b, h])."""
-        is_active = self.config.recomputes("layernorm") and not isinstance(norm, IdentityOp)
+        is_active = recomputes(self.config, "layernorm") and not isinstance(norm, IdentityOp)
         return recomputed_on_use(normed, functools.partial(norm, source.detach()), is_active)
 
     def _add(

@@ -30,7 +30,7 @@ from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.parameter import hidden_init, new_parameter, output_init
 from megatron.core.param_attrs import InitSpec, ParamAttrs
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.recompute import recomputed_on_use
+from megatron.core.tensor_parallel.recompute import recomputed_on_use, recomputes
 from megatron.core.transformer.moe.expert_names import ExpertNumbering, is_reduced_like_dense
 from megatron.core.utils.divide import divide
 from megatron.core.utils.groups import group_rank, group_size
@@ -201,7 +201,7 @@ def activate_experts(
     )
     result = activate(inner, probs)
     again = functools.partial(activate, inner.detach(), None if probs is None else probs.detach())
-    return result, recomputed_on_use(result, again, config.recomputes("moe_act"))
+    return result, recomputed_on_use(result, again, recomputes(config, "moe_act"))
 
 
 def add_weighted_bias(output: torch.Tensor, bias: torch.Tensor, probs: torch.Tensor | None) -> torch.Tensor:

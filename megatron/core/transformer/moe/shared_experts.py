@@ -17,7 +17,7 @@ from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.module_api.parameter import hidden_init, new_parameter
 from megatron.core.param_attrs import ParamAttrs
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.recompute import checkpoint
+from megatron.core.tensor_parallel.recompute import checkpoint, recomputes
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.utils.upcast import upcast
 
@@ -47,7 +47,7 @@ class SharedExpertMLP(MLP):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Run all tokens: [s, b, h] -> [s, b, h]."""
-        if self.config.recomputes("shared_experts"):
+        if recomputes(self.config, "shared_experts"):
             # two inputs, so that their gradients are added one by one, as without recompute
             return checkpoint(self._run, hidden_states, hidden_states, draws=False)
         return self._run(hidden_states, hidden_states)
