@@ -49,10 +49,10 @@ class WgradConfig:
 
 # Filled by `tools/benchmark/grouped_gemm.py --sweep`: (narrow side below 1024?, rows per expert below 1024?).
 CONFIGS: dict[tuple[bool, bool], WgradConfig] = {
-    (False, False): WgradConfig(),
-    (False, True): WgradConfig(),
-    (True, False): WgradConfig(),
-    (True, True): WgradConfig(),
+    (False, False): WgradConfig(num_stages=4, reduces_in_memory=False),
+    (False, True): WgradConfig(num_stages=4, reduces_in_memory=False),
+    (True, False): WgradConfig(num_stages=4, reduces_in_memory=False),
+    (True, True): WgradConfig(num_stages=4, reduces_in_memory=False),
 }
 
 

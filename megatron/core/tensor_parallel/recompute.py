@@ -59,7 +59,7 @@ def checkpoint(
 ) -> torch.Tensor:
     """Return part(*inputs), keeping the inputs alone.
 
-    Shapes: any; one tensor comes back.
+    Shapes: inputs [...], the first one often [s, b, h] -> one tensor [...].
     Memory: the inputs; of the first one only the slice of this rank, 1 / W, with `share_over`.
     Host:   no synchronisation; `draws` False leaves the random states alone, as a graph capture demands.
     Grad:   inputs and every parameter that the part uses.
