@@ -118,7 +118,8 @@ class _Streams:
 
     comm: torch.cuda.Stream | None = None
     """The side stream, made once and kept: streams come from a small pool and would alias."""
-    comm_priority: int = 0
+    comm_kind: tuple[int, int] | None = None
+    """Device and priority of the side stream."""
     compute: torch.cuda.Stream | None = None
     is_active: bool = False
     role: Role = Role.COMPUTE
@@ -136,11 +137,12 @@ class _Streams:
         if device.type != "cuda":
             return
         self.compute = torch.cuda.current_stream(device)
-        priority = -1 if high_priority_comm else 0
-        if self.comm is None or self.comm.device != self.compute.device or self.comm_priority != priority:
-            self.comm, self.comm_priority = torch.cuda.Stream(device, priority=priority), priority
-        while self.comm == self.compute:
-            self.comm = torch.cuda.Stream(device, priority=priority)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        kind = index, -1 if high_priority_comm else 0
+        if kind != self.comm_kind:
+            self.comm, self.comm_kind = None, kind
+        while self.comm is None or self.comm.cuda_stream == self.compute.cuda_stream:
+            self.comm = torch.cuda.Stream(device, priority=kind[1])
 
     def native(self, role: Role) -> torch.cuda.Stream | None:
         """The device's stream of a role; None if streams are virtual."""
@@ -216,6 +218,11 @@ def take_up(work: object) -> None:
     """Tell it that the current stream does it now; it ought to be the same stream."""
     if _STATE.observer is not None:
         _STATE.observer.on_take_up(work)
+
+
+def native(role: Role) -> torch.cuda.Stream | None:
+    """The device's stream of a role; None outside of a step and where streams are virtual."""
+    return _STATE.native(role)
 
 
 def num_held() -> int:

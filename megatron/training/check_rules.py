@@ -93,6 +93,22 @@ TRAINING_RULES: tuple[Rule, ...] = (
         "start another number of processes or change --expert-model-parallel-size",
     ),
     _refused(
+        "log-overlap-needs-overlap",
+        "the share of hidden communication without the combined schedule",
+        "log_overlap overlap_moe_expert_parallel_comm",
+        lambda args: args.log_overlap and not args.overlap_moe_expert_parallel_comm,
+        "nothing is hidden that could be measured",
+        "add --overlap-moe-expert-parallel-comm or drop --log-overlap",
+    ),
+    _refused(
+        "log-overlap-or-check-streams",
+        "measuring and checking streams at once",
+        "log_overlap check_streams",
+        lambda args: args.log_overlap and args.check_streams,
+        "streams have one observer",
+        "drop --log-overlap or --check-streams",
+    ),
+    _refused(
         "sp-divides-sequence",
         "sequence parallelism over a length that TP does not divide",
         "seq_length tensor_model_parallel_size sequence_parallel",

@@ -31,6 +31,8 @@ class LogValues:
     num_zeros: float | None = None
     params_norm: float | None = None
     tokens_per_second: float | None = None
+    hidden_share: float | None = None
+    """Share of expert communication under compute; left out where nothing was measured."""
     state_hash: str | None = None
 
 
@@ -61,6 +63,8 @@ def format_log_line(values: LogValues, now: datetime) -> str:
     pieces.append(f" number of nan iterations: {v.num_nan_iterations:3d}")
     if v.tokens_per_second is not None:
         pieces.append(f" tokens per second: {v.tokens_per_second:.0f}")
+    if v.hidden_share is not None:
+        pieces.append(f" hidden communication: {v.hidden_share:.3f}")
     if v.state_hash is not None:
         pieces.append(f" state hash: {v.state_hash}")
     return f" [{now.strftime('%Y-%m-%d %H:%M:%S.%f')}]" + "".join(f"{piece} |" for piece in pieces)

@@ -71,5 +71,7 @@ class TrainingRun:
     """Runs the steps that read nothing before their end: captured ones, and those under a row budget."""
     counters: Counter[str] = field(default_factory=Counter)
     """What happened how often; printed at exit, so that a feature that never acted is seen."""
+    hidden_share: float | None = None
+    """Share of the last step's expert communication that was hidden; None if it was not measured."""
     exit_reason: str | None = None
     """Set by a callback to end the loop after the current step; the text is logged."""

@@ -23,6 +23,7 @@ from megatron.training.callbacks.checkpoint import PeriodicCheckpoint
 from megatron.training.callbacks.evaluation import PeriodicEvaluation
 from megatron.training.callbacks.exit import ExitConditions
 from megatron.training.callbacks.gc import ManualGC
+from megatron.training.callbacks.hidden_share import HiddenShare
 from megatron.training.callbacks.metrics import TrainingLog
 from megatron.training.callbacks.profiler import Profiler, is_profiled
 from megatron.training.callbacks.progress import ProgressBar, is_terminal
@@ -127,7 +128,7 @@ def build_data(run: TrainingRun, dataset_provider: Callable[..., Any]) -> None:
 
 def standard_callbacks(args: argparse.Namespace, start_time: float, heartbeat: Heartbeat) -> list[Callback]:
     """What a run does beside its steps, in the order in which it happens after each of them."""
-    callbacks: list[Callback] = [heartbeat, TrainingLog()]
+    callbacks: list[Callback] = [heartbeat, *([HiddenShare()] if args.log_overlap else []), TrainingLog()]
     if is_terminal():
         callbacks.append(ProgressBar())
     if args.eval_interval and args.eval_iters:

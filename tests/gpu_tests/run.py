@@ -50,8 +50,19 @@ PERMUTE = "tests/gpu_tests/test_permute.py"
 DISPATCH = "tests/gpu_tests/test_dispatch_benchmark.py"
 OVERLAP = "tests/gpu_tests/test_overlap.py"
 GRAPH = "tests/gpu_tests/test_full_iteration_graph.py"
-OWN_PARTS = (OVERLAP, LAUNCHES, WGRAD, TWO_GPUS, CP_BLOCKS, SYMM_MEM, SYMM_MEM_RANKS, DISPATCH, PERMUTE, GRAPH)
-OWN_PARTS = (LAUNCHES, WGRAD, TWO_GPUS, PIPELINE, CP_BLOCKS, SYMM_MEM, SYMM_MEM_RANKS, DISPATCH)
+OWN_PARTS = (
+    OVERLAP,
+    LAUNCHES,
+    WGRAD,
+    TWO_GPUS,
+    PIPELINE,
+    CP_BLOCKS,
+    SYMM_MEM,
+    SYMM_MEM_RANKS,
+    DISPATCH,
+    PERMUTE,
+    GRAPH,
+)
 """Files that `unit` leaves to parts of their own."""
 PARTS = (
     Part("loss", (f"{LAUNCHES}::test_loss_curves_of_cpu_and_cuda_agree",), 150),

@@ -108,6 +108,7 @@ def test_late_stages_change_no_bit(stage, kind):
 
 def test_roles_are_two_streams_that_stay():
     pool = [torch.cuda.Stream() for _ in range(40)]
+    print([(str(stream.device), stream.stream_id, stream.cuda_stream) for stream in pool[:2] + pool[-2:]])
     seen = set()
     for stream in pool:
         with torch.cuda.stream(stream), streams.step(torch.device("cuda")):
@@ -237,10 +238,11 @@ def test_microbatch_in_flight_costs_what_autograd_saved(fields):
     torch.cuda.synchronize()
     before, after_forward, forward = torch.cuda.memory_allocated(), [], OverlapWorker.forward
 
-    def watched(self, action):
-        forward(self, action)
+    def watched(self, action, received):
+        output = forward(self, action, received)
         streams.join()  # nothing waits for a stream any more
         after_forward.append(torch.cuda.memory_allocated() - before)
+        return output
 
     with replaced(OverlapWorker, "forward", watched):
         run_microbatches(model, 1, lengths=[MAX_LENGTH])

@@ -103,6 +103,7 @@ class TrainingLog(Callback):
             params_norm=norm,
             num_skipped_iterations=sums.num_skipped,
             num_nan_iterations=sums.num_nan,
+            hidden_share=run.hidden_share,
             state_hash=state_hash(run.model, run.optimizer) if args.log_state_hash else None,
         )
         emit(format_log_line(values, datetime.now()), rank=LOG_RANK)

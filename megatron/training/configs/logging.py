@@ -23,6 +23,9 @@ class LoggingConfig(ConfigTopic):
     log_state_hash: bool = False
     """Add a hash of weights, gradients, expert bias and moments."""
 
+    log_overlap: bool = False
+    """Add the share of expert communication that is hidden; it waits for the device each step, to measure it."""
+
     logging_level: int | None = None
     """Level of Python's logging, as a number."""
 

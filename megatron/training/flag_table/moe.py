@@ -31,7 +31,6 @@ FEATURES = (
         "overlap of expert communication",
         "drop the flag",
         switch("--overlap-dispatch-backward-with-experts-wgrad"),
-        switch("--log-overlap"),
     ),
     not_yet(
         "paged buffers for expert activations",
