@@ -10,7 +10,6 @@ that launched them; traces from elsewhere call them all `send and receive`.
 """
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron.core import streams
+from megatron.core import env, streams
 from megatron.core.pipeline_parallel.overlap.meter import Span, hidden_share, union
 
 FIRST_STEP, LAST_STEP = 3, 5
@@ -96,12 +95,11 @@ def profile_run(flags: Sequence[str]) -> Path:
     window = ["--profile-step-start", str(FIRST_STEP), "--profile-step-end", str(LAST_STEP)]
     more = ["--profile", "--use-pytorch-profiler", "--tensorboard-dir", str(folder), "--train-iters", str(LAST_STEP)]
     sys.argv = ["pretrain_gpt.py", *flags, *more, *window]
-    rank = os.environ.get("RANK", "0")
     streams.set_observer(StageRanges())
     status = pretrain_gpt.main()
     if status:
         sys.exit(status)
-    return folder / "profile" / f"rank-{rank}.json"
+    return folder / "profile" / f"rank-{env.rank()}.json"
 
 
 def main(arguments: Sequence[str]) -> int:
