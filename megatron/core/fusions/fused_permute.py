@@ -13,9 +13,7 @@ Offsets are 64 bits wide. Any row stride is read as it is.
 Legend: C tokens, K slots of a token, h width, P rows.
 """
 
-# ruff: noqa: ANN001  (a compiled kernel takes no annotations but tl.constexpr)
-
-# ruff: noqa: ANN001 (Triton reads annotations of kernel arguments as code)
+# ruff: noqa: ANN001 (a compiled kernel takes no annotations but tl.constexpr)
 from typing import Any
 
 import torch

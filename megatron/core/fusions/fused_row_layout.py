@@ -14,9 +14,7 @@ blocks and experts before need. Sums of integers: both forms give the same numbe
 Legend: C tokens, K slots of a token, n experts, P rows, B blocks of tokens.
 """
 
-# ruff: noqa: ANN001  (a compiled kernel takes no annotations but tl.constexpr)
-
-# ruff: noqa: ANN001 (Triton reads annotations of kernel arguments as code)
+# ruff: noqa: ANN001 (a compiled kernel takes no annotations but tl.constexpr)
 from dataclasses import dataclass
 
 import torch
