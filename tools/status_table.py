@@ -27,9 +27,13 @@ def collect() -> dict[str, dict[str, list[str]]]:
     table: dict[str, dict[str, list[str]]] = {status: {} for status in TITLES}
     seen: set[str] = set()
     for title, topic in TOPICS.items():
-        flags = [spec.spellings[0] for spec in flag_specs(topic) if spec.dest not in seen]
+        owners = topic_of_field(topic)
+        for spec in flag_specs(topic):
+            if spec.dest not in seen:
+                owner = owners[spec.field]
+                name = title.lower() if owner is topic else described(owner)
+                table["works"].setdefault(name, []).append(spec.spellings[0])
         seen.update(spec.dest for spec in flag_specs(topic))
-        table["works"][title.lower()] = flags
     model = {spec.field: spec.spellings[0] for spec in flag_specs(TransformerConfig)}
     for rule in NOT_YET:
         table["not_yet"].setdefault(rule.feature, []).extend(f"{model[name]} > 1" for name in rule.fields.split())
@@ -41,6 +45,17 @@ def collect() -> dict[str, dict[str, list[str]]]:
         flags = [spec.spellings[0] for spec in feature.flags]
         table[feature.status].setdefault(feature.name, []).extend(flags)
     return table
+
+
+def topic_of_field(topic: type) -> dict[str, type]:
+    """For each field the class that declares it: a topic may be assembled from others."""
+    return {name: cls for cls in reversed(topic.__mro__) for name in cls.__dict__.get("__annotations__", {})}
+
+
+def described(topic: type) -> str:
+    """What a topic is about: the first sentence of its docstring."""
+    sentence = (topic.__doc__ or topic.__name__).split(".")[0].split(";")[0].split(":")[0]
+    return sentence if sentence[1].isupper() or sentence[1].isdigit() else sentence[0].lower() + sentence[1:]
 
 
 def render() -> str:

@@ -11,7 +11,7 @@ FEWEST_WARMUP_STEPS = 2
 
 @dataclasses.dataclass(kw_only=True)
 class CudaGraphConfig(ConfigTopic):
-    """CUDA graphs."""
+    """Full-iteration CUDA graphs."""
 
     cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = "none"
     """full_iteration: forward, backward, reduction, clipping, optimizer and parameter gather are one replay."""

@@ -10,7 +10,7 @@ from megatron.core.configs.flag_spec import NO_FLAG, knob
 
 @dataclasses.dataclass(kw_only=True)
 class OverlapConfig(ConfigTopic):
-    """The combined schedule."""
+    """Expert communication hidden behind another microbatch: the combined schedule."""
 
     overlap_moe_expert_parallel_comm: bool = False
     """Run the forward of one microbatch beside the backward of another, so that dispatch and combine are hidden."""

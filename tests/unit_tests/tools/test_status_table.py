@@ -10,6 +10,7 @@ def test_table_tells_what_works_from_what_is_missing():
     assert any(line.startswith("| works | training loop | `--micro-batch-size`") for line in lines)
     assert any(line.startswith("| not yet | parameters gathered in FP8 | `--fp8-param-gather`") for line in lines)
     assert any(line.startswith("| left out | Megatron-FSDP |") for line in lines)
+    assert any(line.startswith("| works | pipeline parallelism | `--pipeline-model-parallel-size`") for line in lines)
 
 
 def test_check_fails_until_the_table_is_written(tmp_path):
