@@ -5,6 +5,7 @@ python tools/status_table.py --check    exit 1 if README.md does not hold what w
 """
 
 import argparse
+import inspect
 import sys
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def collect() -> dict[str, dict[str, list[str]]]:
 
 def topic_of_field(topic: type) -> dict[str, type]:
     """For each field the class that declares it: a topic may be assembled from others."""
-    return {name: cls for cls in reversed(topic.__mro__) for name in cls.__dict__.get("__annotations__", {})}
+    return {name: cls for cls in reversed(topic.__mro__) for name in inspect.get_annotations(cls)}
 
 
 def described(topic: type) -> str:
