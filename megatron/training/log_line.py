@@ -33,6 +33,10 @@ class LogValues:
     tokens_per_second: float | None = None
     hidden_share: float | None = None
     """Share of expert communication under compute; left out where nothing was measured."""
+    num_overflows: int | None = None
+    """Steps repeated for want of rows since the last line; None without a row budget."""
+    row_head_room: float | None = None
+    """Share of the row budget that the fullest rank has left free, below 0 after an overflow."""
     state_hash: str | None = None
 
 
@@ -65,6 +69,10 @@ def format_log_line(values: LogValues, now: datetime) -> str:
         pieces.append(f" tokens per second: {v.tokens_per_second:.0f}")
     if v.hidden_share is not None:
         pieces.append(f" hidden communication: {v.hidden_share:.3f}")
+    if v.num_overflows is not None:
+        pieces.append(f" row overflows: {v.num_overflows}")
+    if v.row_head_room is not None:
+        pieces.append(f" row head room (%): {100.0 * v.row_head_room:.1f}")
     if v.state_hash is not None:
         pieces.append(f" state hash: {v.state_hash}")
     return f" [{now.strftime('%Y-%m-%d %H:%M:%S.%f')}]" + "".join(f"{piece} |" for piece in pieces)

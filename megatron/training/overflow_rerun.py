@@ -12,7 +12,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -57,11 +57,13 @@ class OverflowRerun:
     def run(self, attempt: Callable[[float | None], StepReport]) -> tuple[StepReport, int]:
         """Run `attempt` with each budget in turn until no rank overflows; returns its report and the overflows."""
         saved = DeviceRngState(self.device) if len(self.budgets) > 1 else None
+        load = 0.0
         for number, budget in enumerate(self.budgets):
             report = attempt(budget)
-            self.highest_load = max(self.highest_load, report.row_load)
+            load = max(load, report.row_load)
+            self.highest_load = max(self.highest_load, load)
             if not report.is_overflow:
-                return report, number
+                return replace(report, row_load=load), number
             assert saved is not None, "rows were counted against a budget that is not there"
             self.counters["row overflows"] += 1
             self._log(budget, report.row_load)

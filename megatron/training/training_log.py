@@ -24,10 +24,16 @@ class IntervalSums:
     num_nan: int = 0
     """Skipped steps whose loss was inf or nan."""
     num_tokens: int = 0
+    num_overflows: int = 0
+    row_load: float | None = None
+    """Highest load of any rank relative to a balanced routing; None if nobody counts rows."""
 
     def add_step(self, result: StepResult, num_tokens: int) -> None:
         """Count one step and the tokens it went through."""
         self.num_tokens += num_tokens
+        self.num_overflows += result.num_overflows
+        if result.row_load is not None:
+            self.row_load = max(self.row_load or 0.0, result.row_load)
         if result.is_skipped:
             self.num_skipped += 1
             self.num_nan += any(not isfinite(loss) for loss in result.losses.values())
@@ -41,6 +47,10 @@ class IntervalSums:
         self.num_moe_microbatches += num_microbatches
         for key, mean in means.items():
             self.moe[key] = self.moe.get(key, 0.0) + mean * num_microbatches
+
+    def row_head_room(self, budget: float | None) -> float | None:
+        """Share of a row budget that stayed free; None if nobody counts rows."""
+        return None if budget is None or self.row_load is None else 1.0 - self.row_load / budget
 
     def num_steps(self) -> int:
         """All steps of the interval."""

@@ -104,6 +104,8 @@ class TrainingLog(Callback):
             num_skipped_iterations=sums.num_skipped,
             num_nan_iterations=sums.num_nan,
             hidden_share=run.hidden_share,
+            num_overflows=None if sums.row_load is None else sums.num_overflows,
+            row_head_room=sums.row_head_room(args.moe_expert_rank_capacity_factor),
             state_hash=state_hash(run.model, run.optimizer) if args.log_state_hash else None,
         )
         emit(format_log_line(values, datetime.now()), rank=LOG_RANK)

@@ -39,6 +39,8 @@ def test_optional_pieces_stand_in_order():
         moe_metrics={"load imbalance": 1.234},
         params_norm=12.3456,
         tokens_per_second=1234.5,
+        num_overflows=2,
+        row_head_room=-0.125,
         state_hash="0123456789abcdef",
     )
     assert format_log_line(values, NOW) == (
@@ -47,6 +49,7 @@ def test_optional_pieces_stand_in_order():
         "learning rate: 2.850000E-04 | global batch size:    64 | lm loss: 7.315204E+00 | "
         "load_balancing_loss: 1.010042E+00 | load imbalance: 1.23 | loss scale: 1.0 | params norm: 12.346 | "
         "number of skipped iterations:   0 | number of nan iterations:   0 | tokens per second: 1234 | "
+        "row overflows: 2 | row head room (%): -12.5 | "
         "state hash: 0123456789abcdef |"
     )
 

@@ -103,3 +103,18 @@ def test_set_random_seed_seeds_python_numpy_and_torch():
     assert got == expected
     with pytest.raises(ValueError, match="seed=0: must be positive"):
         rng.set_random_seed(0, device="cpu")
+
+
+def test_device_state_goes_back_with_all_named_states():
+    rng.model_parallel_cuda_manual_seed(3, device="cpu")
+    saved = rng.DeviceRngState(torch.device("cpu"))
+
+    def draw():
+        with rng.get_cuda_rng_tracker().fork():
+            inner = torch.rand(2)
+        return torch.cat([inner, torch.rand(2)])
+
+    first = draw()
+    assert not torch.equal(draw(), first)
+    saved.restore()
+    assert torch.equal(draw(), first)

@@ -95,16 +95,19 @@ def order_slots(routing_map: torch.Tensor, topk: int, num_ranks: int, num_slots:
     place = torch.arange(num_tokens * topk, device=device) - starts.index_select(0, destinations)
     slot_of_pair = destinations * num_slots + place.clamp_(max=num_slots - 1)
     slots = slot_of_pair.index_select(0, token_ids.argsort(stable=True)).view(num_tokens, topk)
-    if num_tokens == 0:
-        pair_of_slot = pair_of_slot[:0]
     order = SlotOrder(
-        token_of_slot=token_ids.index_select(0, pair_of_slot),
-        entry_of_slot=entries.index_select(0, pair_of_slot),
+        token_of_slot=_rows_of(token_ids, pair_of_slot),
+        entry_of_slot=_rows_of(entries, pair_of_slot),
         entry_of_pair=entries,
         slot_of_pair=slot_of_pair,
         slots=slots,
     )
     return order, wanted
+
+
+def _rows_of(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Rows [n, ...] by ids int64 [m] -> [m, ...]; zeros on a rank without any."""
+    return rows.index_select(0, ids) if rows.shape[0] else rows.new_zeros(ids.shape[0], *rows.shape[1:])
 
 
 def fit_counts(wanted: torch.Tensor, num_slots: int) -> torch.Tensor:
@@ -245,7 +248,7 @@ class _ToSlots(torch.autograd.Function):
         ctx.save_for_backward(token_of_slot, entry_of_pair, slot_of_pair, slots)
         ctx.probs_shape, ctx.dtype = probs.shape, hidden.dtype
         ctx.set_materialize_grads(False)
-        return hidden.index_select(0, token_of_slot), probs.flatten().index_select(0, entry_of_slot)
+        return _rows_of(hidden, token_of_slot), _rows_of(probs.flatten(), entry_of_slot)
 
     @staticmethod
     def backward(
@@ -274,4 +277,4 @@ class _FromSlots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (token_of_slot,) = ctx.saved_tensors
-        return grad.to(ctx.dtype).index_select(0, token_of_slot), None, None, None
+        return _rows_of(grad.to(ctx.dtype), token_of_slot), None, None, None

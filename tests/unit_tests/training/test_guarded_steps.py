@@ -1,0 +1,160 @@
+"""Steps that the host reads once: the run that they replace, through the stand-in for a capture, overflows, NaN."""
+
+import argparse
+import logging
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.core import graph_state
+from megatron.core.enums import ModelType
+from megatron.core.errors import ConfigError
+from megatron.core.full_iteration_graph.checks import CaptureViolation, CheckedRecording
+from megatron.training import training
+from megatron.training.callbacks.base import Callback
+from megatron.training.guarded_steps import GuardedSteps, build_guarded_steps
+from megatron.training.initialize import shut_down
+from megatron.training.train_state import TrainingRun
+from tests.common.mutants import replaced
+from tools.run_metrics import parse_log, parse_state_hashes
+
+TINY = (
+    "--device cpu --transformer-impl local --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+    "--max-position-embeddings 8 --attention-dropout 0.1 --hidden-dropout 0.1 --micro-batch-size 1 "
+    "--lr 1e-2 --tokenizer-type NullTokenizer --vocab-size 32 --mock-data --num-workers 0 --disable-bias-linear "
+    "--make-vocab-size-divisible-by 1 --log-interval 1 --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-aux-loss-coeff 0.01 --log-state-hash --log-num-zeros-in-grad "
+)
+LENGTH = "--train-iters 6 --global-batch-size 2 --eval-interval 3 --eval-iters 2 "
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing_behind():
+    logging.getLogger("megatron").handlers.clear()
+    yield
+    shut_down()
+    logging.getLogger("megatron").handlers.clear()
+
+
+@pytest.fixture
+def start(capfd):
+    """Train in this process; `is_captured` replays steps through the stand-in for a capture."""
+
+    def run(flags, is_captured=False, callbacks=(), forward_step=pretrain_gpt.forward_step):
+        def build(run):
+            return GuardedSteps(run, CheckedRecording) if is_captured else build_guarded_steps(run)
+
+        with replaced(training, "build_guarded_steps", build):
+            finished = training.pretrain(
+                pretrain_gpt.train_valid_test_datasets_provider,
+                pretrain_gpt.model_provider,
+                ModelType.encoder_or_decoder,
+                forward_step,
+                argv=(TINY + flags).split(),
+                callbacks=callbacks,
+            )
+        captured = capfd.readouterr()
+        return finished, captured.out + captured.err
+
+    return run
+
+
+def assert_same_run(log, other):
+    assert parse_state_hashes(log) == parse_state_hashes(other)
+    first, second = parse_log(log), parse_log(other)
+    for name in ("lm loss", "grad norm", "num zeros", "load_balancing_loss", "lm loss validation"):
+        assert first[name] == second[name], name
+
+
+def test_captured_steps_and_repeated_ones_train_as_eager_ones(start):
+    _, eager = start(LENGTH)
+    captured, log = start(LENGTH, is_captured=True)
+    assert_same_run(eager, log)
+    assert captured.counters["graph captures"] == 2
+    assert captured.counters["graph replays"] == 10
+    assert graph_state.num_graphs() == 0
+    budgets = "--moe-expert-rank-capacity-factor 0.5 --moe-rank-capacity-tiers 0.7 "
+    repeated, log = start(LENGTH + budgets, is_captured=True)
+    assert_same_run(eager, log)
+    assert repeated.counters["row overflows"] == repeated.counters["re-runs"] == 28
+    assert set(parse_log(log)["row overflows"].values()) == {2.0}
+    assert parse_log(log)["row head room (%)"][1] == -100.0
+    assert "--moe-expert-rank-capacity-factor 1.05 holds it" in log
+
+
+def test_budget_that_holds_repeats_nothing(start):
+    run, log = start(LENGTH + "--moe-expert-rank-capacity-factor 1.25 ")
+    assert run.counters["re-runs"] == run.counters["row overflows"] == 0
+    assert parse_log(log)["row head room (%)"][6] == 20.0
+
+
+def test_ramp_of_batch_sizes_gets_a_graph_for_each_length(start):
+    ramp = "--rampup-batch-size 1 1 4 --global-batch-size 2 --train-iters 7 --eval-iters 0 --cuda-graph-warmup-steps 2 "
+    _, eager = start(ramp)
+    run, log = start(ramp, is_captured=True)
+    assert parse_state_hashes(eager) == parse_state_hashes(log)
+    assert run.counters["graph captures"] == 2
+    assert run.counters["graph replays"] == 5
+
+
+class Weights(Callback):
+    """Weights and optimizer state at the start of each step and at the end."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_step_start(self, run):
+        tensors = [tensor for state in run.optimizer.named_state() for tensor in state.tensors.values()]
+        self.found.append([tensor.clone() for tensor in [*run.model[0].parameters(), *tensors]])
+
+    def on_train_end(self, run):
+        self.on_step_start(run)
+
+
+FAULTS = {"lm loss=nan": lambda output: output * float("nan"), "NaN or infinity in the gradient of decoder": None}
+
+
+def failing_forward_step(at, fault):
+    """A forward step with a fault in microbatch `at`: of the loss, or else of its gradient alone."""
+    calls = []
+
+    def forward_step(data_iterator, model):
+        output, loss_func = pretrain_gpt.forward_step(data_iterator, model)
+        calls.append(1)
+        if len(calls) == at and fault is None:
+            output.register_hook(lambda grad: grad * float("nan"))
+        elif len(calls) == at:
+            output = fault(output)
+        return output, loss_func
+
+    return forward_step
+
+
+@pytest.mark.parametrize("text", FAULTS)
+def test_step_that_is_not_finite_stops_the_run_and_changes_nothing(start, text):
+    length = "--global-batch-size 2 --train-iters 5 --eval-iters 0 --moe-expert-rank-capacity-factor 1.2 "
+    weights = Weights()
+    with pytest.raises(RuntimeError, match=text):
+        start(length, callbacks=[weights], forward_step=failing_forward_step(5, FAULTS[text]))
+    *_, before, after = weights.found
+    assert len(weights.found) == 4
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_change_of_the_work_is_found_by_the_stand_in(start):
+    def forward_step(data_iterator, model, calls=[]):  # noqa: B006  counts over the run
+        calls.append(1)
+        output, loss_func = pretrain_gpt.forward_step(data_iterator, model)
+        return (output * 1.0 if len(calls) > 12 else output), loss_func
+
+    with pytest.raises(CaptureViolation, match=r"test_guarded_steps.py:\d+: operation \d+ is aten.mul"):
+        start("--train-iters 8 --global-batch-size 2 --eval-iters 0", is_captured=True, forward_step=forward_step)
+
+
+def test_capture_without_a_gpu_is_refused_by_its_flag():
+    config = argparse.Namespace(num_moe_experts=None, captures_iteration=True)
+    run = TrainingRun(None, [], None, None, config, None, torch.device("cpu"), None)
+    with pytest.raises(ConfigError, match=r"cuda_graph_impl='full_iteration' with device='cpu': .* none"):
+        build_guarded_steps(run)
