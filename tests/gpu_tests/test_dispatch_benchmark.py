@@ -15,8 +15,9 @@ pytestmark = [
 FOLDER = ["--folder", os.environ["OUT"]] if "OUT" in os.environ else []
 
 
-def test_kernels_are_timed_beside_a_copy():
-    assert dispatch.main(FOLDER) == 0
+@pytest.mark.parametrize("words", [[], ["--sms", "24"]], ids=["all", "24-sms"])
+def test_kernels_are_timed_beside_a_copy(words):
+    assert dispatch.main([*words, *FOLDER]) == 0
 
 
 def test_tilings_are_swept():

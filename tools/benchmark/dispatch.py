@@ -153,9 +153,9 @@ def copy_bandwidth() -> float:
     return 2 * COPY_BYTES / min(map(statistics.median, times.values())) / 1000
 
 
-def measure_kernels(shape: Shape, routing: str) -> dict[str, Any]:
+def measure_kernels(shape: Shape, routing: str, num_sms: int | None) -> dict[str, Any]:
     """Bandwidth of every kernel, and of the two that prepare the routing their time."""
-    pair = LocalPair(shape, routing, Launch())
+    pair = LocalPair(shape, routing, Launch.of(num_sms))
     calls = pair.calls()
     calls["prepare"] = lambda: pair.engine.prepare(Exchange(expert_ids=pair.exchange.expert_ids))
     row_bytes = pair.hidden.element_size() * shape.width
@@ -226,11 +226,11 @@ class NcclPath:
         return total.to(rows.dtype)
 
 
-def measure_ranks(shape: Shape, routing: str) -> dict[str, Any]:
+def measure_ranks(shape: Shape, routing: str, num_sms: int | None) -> dict[str, Any]:
     """Times of whole operations on this rank: ours with new and reused routing, and NCCL's."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     local = shape.experts // ranks
-    engine = SymmMemEngine(EngineSetup(dist.group.WORLD, local, shape.width))
+    engine = SymmMemEngine(EngineSetup(dist.group.WORLD, local, shape.width, num_sms=num_sms))
     ids, probs = route(shape, routing, rank)
     hidden = torch.randn(shape.tokens, shape.width, device="cuda").bfloat16()
     worst = shape.tokens * ranks * min(shape.topk, local)
@@ -259,7 +259,7 @@ def measure_ranks(shape: Shape, routing: str) -> dict[str, Any]:
     return found | {"dropped_rows": dropped}
 
 
-def run_rank(rank: int, ranks: int, port: int, folder: Path) -> None:
+def run_rank(rank: int, ranks: int, port: int, num_sms: int | None, folder: Path) -> None:
     """One process of the measurement between GPUs; rank 0 reports."""
     torch.cuda.set_device(rank)
     place = {"rank": rank, "world_size": ranks, "device_id": torch.device("cuda", rank)}
@@ -267,12 +267,12 @@ def run_rank(rank: int, ranks: int, port: int, folder: Path) -> None:
     results: dict[str, Any] = {"copy_gb_per_s": copy_bandwidth()}
     for shape in SHAPES:
         for routing in ROUTINGS:
-            found = measure_ranks(shape, routing)
+            found = measure_ranks(shape, routing, num_sms)
             results[f"{shape.name} {routing}"] = found
             if rank == 0:
                 report(f"{shape.name} {routing}", found, None)
     if rank == 0:
-        write_result(folder / f"dispatch-{ranks}gpu.json", results)
+        write_result(folder / f"dispatch-{ranks}gpu{suffix(num_sms)}.json", results)
     dist.destroy_process_group()
 
 
@@ -287,7 +287,7 @@ def report(title: str, found: dict[str, Any], copy: float | None) -> None:
         print(f"{title:24s} {figures['us']:8.1f} us{share}  {name}", flush=True)
 
 
-def run_one_gpu(is_sweep: bool, folder: Path) -> None:
+def run_one_gpu(is_sweep: bool, num_sms: int | None, folder: Path) -> None:
     """Kernels by themselves."""
     copy = copy_bandwidth()
     print(f"copy: {copy:.0f} GB/s", flush=True)
@@ -298,27 +298,33 @@ def run_one_gpu(is_sweep: bool, folder: Path) -> None:
             report(shape.name, dict(sorted(found.items(), key=lambda item: item[1]["us"])), copy)
             continue
         for routing in ROUTINGS:
-            found = results[f"{shape.name} {routing}"] = measure_kernels(shape, routing)
+            found = results[f"{shape.name} {routing}"] = measure_kernels(shape, routing, num_sms)
             report(f"{shape.name} {routing}", found, copy)
-    write_result(folder / f"dispatch-{'sweep' if is_sweep else '1gpu'}.json", results)
+    write_result(folder / f"dispatch-{'sweep' if is_sweep else '1gpu'}{suffix(num_sms)}.json", results)
+
+
+def suffix(num_sms: int | None) -> str:
+    """Of the result's name."""
+    return "" if num_sms is None else f"-{num_sms}sms"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1, help="processes with a GPU each (default: %(default)s)")
+    parser.add_argument("--sms", type=int, help="multiprocessors for our kernels (default: as many as help)")
     parser.add_argument("--sweep", action="store_true", help="time the tilings of each kernel, on one GPU")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "evidence" / "benchmarks", help="of the result")
     args = parser.parse_args(argv)
     if torch.cuda.device_count() < args.gpus:
         parser.error(f"--gpus {args.gpus}: {torch.cuda.device_count()} are here")
     if args.gpus == 1:
-        run_one_gpu(args.sweep, args.folder)
+        run_one_gpu(args.sweep, args.sms, args.folder)
         return 0
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(run_rank, (args.gpus, port, args.folder), nprocs=args.gpus)
+    torch.multiprocessing.spawn(run_rank, (args.gpus, port, args.sms, args.folder), nprocs=args.gpus)
     return 0
 
 

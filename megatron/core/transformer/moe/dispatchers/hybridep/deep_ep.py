@@ -217,8 +217,8 @@ class DeepEPHybridEngine(_DeepEPEngine):
                 hidden_dim=setup.hidden_size,
                 max_num_of_tokens_per_rank=num_tokens,
                 num_local_experts=setup.num_local_experts,
-                num_sms_dispatch_api=setup.num_blocks,
-                num_sms_combine_api=setup.num_blocks,
+                num_sms_dispatch_api=setup.num_sms,
+                num_sms_combine_api=setup.num_sms,
             )
             self._capacity = num_tokens
 
@@ -302,8 +302,8 @@ class DeepEPBufferEngine(_DeepEPEngine):
         if self._buffer is None:
             _refuse_in_capture("building the buffer")
             buffer, ranks = self._library.Buffer, self.setup.num_ranks
-            if self.setup.num_blocks is not None:
-                buffer.set_num_sms(self.setup.num_blocks)
+            if self.setup.num_sms is not None:
+                buffer.set_num_sms(self.setup.num_sms)
             configs = (buffer.get_dispatch_config(ranks), buffer.get_combine_config(ranks))
             nvlink = max(config.get_nvl_buffer_size_hint(hidden_bytes, ranks) for config in configs)
             rdma = max(config.get_rdma_buffer_size_hint(hidden_bytes, ranks) for config in configs)

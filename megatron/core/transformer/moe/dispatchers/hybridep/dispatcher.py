@@ -78,7 +78,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
             num_local_experts=self.num_local_experts,
             hidden_size=config.hidden_size,
             row_multiple=self.row_multiple,
-            num_blocks=config.moe_flex_dispatcher_num_sms,
+            num_sms=config.moe_flex_dispatcher_num_sms,
         )
         self.engine = shared_engine(config.moe_flex_dispatcher_backend, config.moe_hybridep_engine, setup)
 

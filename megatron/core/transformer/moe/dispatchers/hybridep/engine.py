@@ -79,8 +79,8 @@ class EngineSetup:
     row_multiple: int = 1
     """Each expert's rows are padded to a multiple of this."""
 
-    num_blocks: int | None = None
-    """Thread blocks of the communication kernels; None: the engine's own choice."""
+    num_sms: int | None = None
+    """Multiprocessors for the communication kernels; None: the engine's own choice."""
 
     @property
     def num_ranks(self) -> int:

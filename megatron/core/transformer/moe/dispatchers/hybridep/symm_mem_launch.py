@@ -21,35 +21,47 @@ class Tiling:
     columns: int = 2048
     """Of a row at a time."""
 
-    warps: int = 4
+    warps: int = 8
     """Per block."""
 
     tokens: int = 1
     """At a time; push only."""
 
+    blocks_per_sm: int = 8
+    """How many run on a multiprocessor at once, by threads and registers."""
+
     def width(self, hidden_size: int) -> int:
         """Columns at a time of rows that are this wide, a power of two."""
         return min(self.columns, next_power_of_2(hidden_size))
+
+    def on(self, num_sms: int) -> Tiling:
+        """The same with as many blocks as fill this many multiprocessors."""
+        return replace(self, blocks=num_sms * self.blocks_per_sm)
 
 
 @dataclass(frozen=True)
 class Launch:
     """Of all kernels that move rows."""
 
-    push: Tiling = Tiling(64, warps=16, tokens=8)
-    expand: Tiling = Tiling(2112, warps=8)
-    reduce: Tiling = Tiling(1056)
-    add: Tiling = Tiling(2112, warps=8)
+    push: Tiling = Tiling(64, warps=16, tokens=8, blocks_per_sm=1)
+    expand: Tiling = Tiling(2112)
+    reduce: Tiling = Tiling(1056, warps=4)
+    add: Tiling = Tiling(2112)
 
     @classmethod
-    def of(cls, num_blocks: int | None) -> Launch:
-        """The defaults, or `num_blocks` blocks for each kernel; few where every block is interpreted."""
-        blocks = num_blocks or (2 if is_interpreted() else None)
+    def of(cls, num_sms: int | None) -> Launch:
+        """The defaults, for a device without other work, or blocks for `num_sms` multiprocessors.
+
+        Blocks are placed where there is room: beside a product that fills all but n multiprocessors, on those n.
+        """
         chosen = cls()
-        if blocks is None:
-            return chosen
-        tilings = {name: replace(getattr(chosen, name), blocks=blocks) for name in ("push", "expand", "reduce", "add")}
-        return cls(**tilings)
+        if is_interpreted():
+            num_sms, chosen = 1, cls(*(replace(t, blocks_per_sm=2) for t in chosen.tilings()))
+        return chosen if num_sms is None else cls(*(tiling.on(num_sms) for tiling in chosen.tilings()))
+
+    def tilings(self) -> tuple[Tiling, Tiling, Tiling, Tiling]:
+        """Of push, expand, reduce and add."""
+        return self.push, self.expand, self.reduce, self.add
 
 
 def next_power_of_2(count: int) -> int:

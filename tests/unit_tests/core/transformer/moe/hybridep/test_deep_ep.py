@@ -43,7 +43,7 @@ def run_job(backend, name, cases):
     try:
         found = []
         for case in cases:
-            setup = EngineSetup(dist.group.WORLD, case.num_local_experts, case.width, case.multiple, num_blocks=8)
+            setup = EngineSetup(dist.group.WORLD, case.num_local_experts, case.width, case.multiple, num_sms=8)
             found.append(run_engine(shared_engine(backend, name, setup), case, dist.get_rank()))
         return found
     finally:

@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.dispatchers.hybridep.metadata import Exchange
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem import SymmMemEngine
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_buffers import Capacity, Sections
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_group import LocalSymmetricGroup
+from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_launch import Launch
 from tests.common.exchange_definition import LocalExchange
 from tests.common.symm_mem_cases import (
     INTERPRETED_CASES,
@@ -191,6 +192,13 @@ def test_sections_do_not_overlap_beyond_32_bits():
         per_slot * i for i in range(4)
     )
     assert sections.num_bytes == 3 * per_slot + 8 * 65536 * 16384 > 2**32
+
+
+def test_blocks_fill_the_given_multiprocessors():
+    chosen = Launch.of(24)
+    assert [tiling.blocks for tiling in chosen.tilings()] == [24, 192, 192, 192]
+    assert all(tiling.blocks_per_sm * tiling.warps * 32 <= 2048 for tiling in chosen.tilings())
+    assert chosen.push.tokens == Launch.of(None).push.tokens == 8
 
 
 def test_capacity_covers_both_and_is_rounded_up():
