@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from megatron.core.configs.fp8 import Fp8Config
-from megatron.core.fp8.operand import Operand, quantize_weight
-from megatron.core.fp8.quantize import factor_of
+from megatron.core.fp8.operand import quantize_weight, tensor_amax
+from megatron.core.fp8.quantize import Operand, factor_of
 from megatron.core.fp8.recipes import FORWARD_DTYPE, Fp8RecipeSpec, gradient_dtype, recipe_spec
 from megatron.core.utils.stacked import stacked
 
@@ -65,15 +65,17 @@ class Fp8LayerState(torch.nn.Module):
             self._weight = quantize_weight(matrix, self.setup.recipe, FORWARD_DTYPE, self.factor(WEIGHT, matrix))
         return self._weight
 
-    def factor(self, operand: int, values: torch.Tensor) -> torch.Tensor | None:
+    def factor(self, operand: int, values: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor | None:
         """Factor fp32 [] of an operand with values [...] under delayed scaling, else None; notes its amax.
+
+        Rows of values [R, C] behind the last of ends int [n] are undefined and not looked at.
 
         Host: no synchronisation.
         """
         if self.amax_history is None:
             return None
         assert self.step_amax is not None, "a history without a place for the step's amax"
-        amax = values.abs().amax().float() if values.numel() else torch.zeros_like(self.step_amax[operand])
+        amax = tensor_amax(values, ends)
         noted = self.step_amax[operand]
         noted.copy_(torch.maximum(noted, amax))
         seen = self.amax_history[:, operand]

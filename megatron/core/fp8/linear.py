@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from megatron.core.deferred_wgrad import WgradSink
-from megatron.core.fp8.gemm import grouped_matmul, grouped_wgrad, matmul
+from megatron.core.fp8.gemm import add_grouped_wgrad, grouped_matmul, matmul
 from megatron.core.fp8.layer_state import GRADIENT, INPUT, Fp8LayerState
-from megatron.core.fp8.operand import quantize_activation, without_tail
+from megatron.core.fp8.operand import quantize_activation
 from megatron.core.fp8.quantize import Quantized
 from megatron.core.fp8.recipes import FORWARD_DTYPE
 from megatron.core.fusions.fused_wgrad import DenseWgrad, GroupedWgrad
+from megatron.core.utils.stacked import stacked_view
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +55,22 @@ class Fp8GroupedWgrad:
 
     def compute(self) -> list[torch.Tensor]:
         """Return n x [o, i] in the dtype of the layer."""
-        return list(grouped_wgrad(self.grad, self.rows, self.ends).to(self.dtype).unbind(0))
+        return list(self._sums().to(self.dtype).unbind(0))
 
     def add_to(self, main_grads: Sequence[torch.Tensor]) -> None:
-        """Add to n main gradients [o, i]."""
-        for main_grad, part in zip(main_grads, grouped_wgrad(self.grad, self.rows, self.ends), strict=True):
+        """Add to n main gradients [o, i], at best the slices of one tensor."""
+        view = stacked_view(main_grads)
+        if view is not None:
+            add_grouped_wgrad(view, self.grad, self.rows, self.ends)
+            return
+        for main_grad, part in zip(main_grads, self._sums(), strict=True):
             main_grad.add_(part)
+
+    def _sums(self) -> torch.Tensor:
+        """Fp32 [n, o, i]; zeros for an expert without rows."""
+        sums = torch.zeros(len(self.ends), len(self.grad.codes), len(self.rows.codes), device=self.grad.codes.device)
+        add_grouped_wgrad(sums, self.grad, self.rows, self.ends)
+        return sums
 
 
 def fp8_linear(
@@ -98,8 +109,7 @@ class _Fp8Linear(torch.autograd.Function):
         recipe = state.setup.recipe
         needs_wgrad = any(ctx.needs_input_grad[4:])
         saves_codes = needs_wgrad and state.setup.quantizes_wgrad
-        rows = rows if ends is None else without_tail(rows, ends)
-        factor = state.factor(INPUT, rows)
+        factor = state.factor(INPUT, rows, ends)
         inputs = quantize_activation(rows, recipe, FORWARD_DTYPE, ends, factor, by_column=saves_codes)
         matrix = state.weight(weights)
         ctx.sink, ctx.state, ctx.dtype = sink, state, rows.dtype
@@ -113,8 +123,7 @@ class _Fp8Linear(torch.autograd.Function):
         (grad,) = grads
         ends, weight_codes, weight_scale, row_codes, row_scale, rows = ctx.saved_tensors
         setup, needed = ctx.state.setup, ctx.needs_input_grad[4:]
-        grad = grad if ends is None else without_tail(grad, ends)
-        factor = ctx.state.factor(GRADIENT, grad)
+        factor = ctx.state.factor(GRADIENT, grad, ends)
         uses_codes = any(needed) and setup.quantizes_wgrad
         outputs = quantize_activation(grad, setup.recipe, setup.gradient_dtype, ends, factor, by_column=uses_codes)
         grad_rows = None

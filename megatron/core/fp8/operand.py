@@ -5,38 +5,20 @@ scale serves the whole tensor, or a square block, the second copy is the first o
 operands contiguous along the sum. Elsewhere it is a quantisation of its own.
 
 Rows may belong to experts. Copies by column are then scaled within each expert, because a weight gradient sums over the
-rows of one expert. Rows behind the last expert's are undefined; `without_tail` clears them first.
+rows of one expert. Rows behind the last expert's are undefined and count as zeros.
+
+On a GPU kernels make both copies from one reading of the matrix, with the bits of the plain form.
 
 Legend: R rows (tokens), C columns (features), n experts, N outputs of a weight.
 """
 
-import dataclasses
-from collections.abc import Sequence
-
 import torch
 
-from megatron.core.fp8.quantize import Quantized, factor_of, quantize_blocks, quantize_rows, quantize_tensor, to_codes
-from megatron.core.fp8.recipes import Fp8RecipeSpec, Scaling
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """One matrix [R, C], quantised for the products that it enters."""
-
-    rows: Quantized | None
-    columns: Quantized | None
-
-    @property
-    def by_row(self) -> Quantized:
-        """Codes [R, C], scales constant along C up to blocks: for products that sum over C."""
-        assert self.rows is not None, "the matrix was quantised by column only"
-        return self.rows
-
-    @property
-    def by_column(self) -> Quantized:
-        """Codes [C, R] of the transpose, scales constant along R up to blocks: for products that sum over R."""
-        assert self.columns is not None, "the matrix was quantised by row only"
-        return self.columns
+from megatron.core.fp8.kernel_operand import kernel_activation, kernel_amax, kernel_weight
+from megatron.core.fp8.plain_operand import plain_activation, plain_amax, plain_weight
+from megatron.core.fp8.quantize import Operand
+from megatron.core.fp8.recipes import Fp8RecipeSpec
+from megatron.core.fusions.fp8_quantize import has_quantize_kernels
 
 
 def quantize_activation(
@@ -53,15 +35,8 @@ def quantize_activation(
     Shapes: values [R, C], factor fp32 [] for recipes with a history, ends int [n] (row ends of the experts) or None.
     Host:   no synchronisation.
     """
-    if recipe.scaling is Scaling.TENSOR:
-        return _both_ways(quantize_tensor(values, dtype, factor), by_row, by_column)
-    if recipe.scaling is Scaling.ROW:
-        rows = quantize_rows(values, dtype) if by_row else None
-        return Operand(rows, quantize_columns(values, dtype, ends) if by_column else None)
-    block = recipe.activation_block
-    assert block is not None, f"{recipe.name}: scales of blocks without the size of a block"
-    rows = quantize_blocks(values, dtype, block) if by_row else None
-    return Operand(rows, quantize_blocks(values.t(), dtype, block) if by_column else None)
+    form = kernel_activation if has_quantize_kernels(values) else plain_activation
+    return form(values, recipe, dtype, ends, factor, by_row, by_column)
 
 
 def quantize_weight(
@@ -71,54 +46,11 @@ def quantize_weight(
 
     `factor` fp32 [] comes from the history of a recipe that has one, and then serves all experts.
     """
-    if weight.dim() == 3:
-        parts = [quantize_weight(one, recipe, dtype, factor) for one in weight.unbind(0)]
-        return Operand(_stack([part.by_row for part in parts]), _stack([part.by_column for part in parts]))
-    if recipe.scaling is Scaling.TENSOR:
-        return _both_ways(quantize_tensor(weight, dtype, factor))
-    if recipe.scaling is Scaling.ROW:
-        return Operand(quantize_rows(weight, dtype), quantize_columns(weight, dtype))
-    assert recipe.weight_block is not None, f"{recipe.name}: scales of blocks without the size of a block"
-    return _both_ways(quantize_blocks(weight, dtype, recipe.weight_block))
+    form = kernel_weight if has_quantize_kernels(weight) else plain_weight
+    return form(weight, recipe, dtype, factor)
 
 
-def _stack(parts: Sequence[Quantized]) -> Quantized:
-    """N matrices [N, C] as one [n, N, C]; scales are stacked likewise, one per tensor as [n, 1, 1]."""
-    codes = torch.stack([part.codes.view(torch.uint8) for part in parts]).view(parts[0].codes.dtype)
-    scales = [part.scale if part.scale.dim() == 2 else part.scale.view(1, 1) for part in parts]
-    return Quantized(codes, torch.stack(scales), parts[0].block)
-
-
-def quantize_columns(values: torch.Tensor, dtype: torch.dtype, ends: torch.Tensor | None = None) -> Quantized:
-    """One scale for each column, or each column within each expert.
-
-    Shapes: values [R, C], ends int [n] -> codes [C, R], scale [C, 1] without experts, [n, C] with.
-    """
-    if ends is None:
-        return quantize_rows(values.t().contiguous(), dtype)
-    num_experts = ends.numel()
-    owner = torch.searchsorted(ends, torch.arange(values.shape[0], device=values.device), right=True)  # [R], n in tail
-    amax = values.new_zeros(num_experts + 1, values.shape[1])
-    amax.scatter_reduce_(0, owner.unsqueeze(1).expand_as(values), values.abs(), "amax")
-    factor = factor_of(amax[:num_experts], dtype)
-    spread = torch.cat([factor, torch.ones_like(factor[:1])])[owner]
-    codes = to_codes(values.to(torch.float32) * spread, dtype)
-    return Quantized(codes.view(torch.uint8).t().contiguous().view(dtype), factor.reciprocal())
-
-
-def _both_ways(quantized: Quantized, by_row: bool = True, by_column: bool = True) -> Operand:
-    """Use one set of codes in both orientations."""
-    return Operand(quantized if by_row else None, transposed(quantized) if by_column else None)
-
-
-def transposed(quantized: Quantized) -> Quantized:
-    """Codes [R, C] -> [C, R], contiguous, with the scales turned alike."""
-    codes = quantized.codes.view(torch.uint8).t().contiguous().view(quantized.codes.dtype)
-    block = None if quantized.block is None else (quantized.block[1], quantized.block[0])
-    return Quantized(codes, quantized.scale.t() if quantized.scale.dim() == 2 else quantized.scale, block)
-
-
-def without_tail(values: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Values [R, C] with zeros behind the last expert's rows; ends int [n]."""
-    rows = torch.arange(values.shape[0], device=values.device)
-    return torch.where((rows < ends[-1]).unsqueeze(1), values, torch.zeros_like(values[:1]))
+def tensor_amax(values: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
+    """Largest magnitude fp32 [] of values [R, C] or [n, N, C], without what lies behind the last of ends int [n]."""
+    form = kernel_amax if has_quantize_kernels(values) else plain_amax
+    return form(values, ends)

@@ -46,6 +46,26 @@ class Quantized:
         return (self.codes.to(torch.float32) * _expand(self.scale, self.codes.shape, self.block)).to(dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One matrix [R, C], quantised for the products that it enters."""
+
+    rows: Quantized | None
+    columns: Quantized | None
+
+    @property
+    def by_row(self) -> Quantized:
+        """Codes [R, C], scales constant along C up to blocks: for products that sum over C."""
+        assert self.rows is not None, "the matrix was quantised by column only"
+        return self.rows
+
+    @property
+    def by_column(self) -> Quantized:
+        """Codes [C, R] of the transpose, scales constant along R up to blocks: for products that sum over R."""
+        assert self.columns is not None, "the matrix was quantised by row only"
+        return self.columns
+
+
 def max_code(dtype: torch.dtype) -> float:
     """Largest finite value of an fp8 dtype."""
     return torch.finfo(dtype).max

@@ -95,11 +95,11 @@ def grouped_wgrad(
     interpreted = is_interpreted()
     if interpreted or main_grad.dtype != torch.float32:
         cut = replace(cut, reduces_in_memory=False)
-    num_programs = cut.programs_per_sm * _num_free_sms(grad.device)
+    num_programs = cut.programs_per_sm * num_free_sms(grad.device)
     _grouped_wgrad_kernel[(num_programs,)](
-        _described(grad, [cut.block_rows, cut.block_out]),
-        _described(rows, [cut.block_rows, cut.block_in]),
-        _described(main_grad, [1, cut.block_out, cut.block_in // 2]),
+        described(grad, [cut.block_rows, cut.block_out]),
+        described(rows, [cut.block_rows, cut.block_in]),
+        described(main_grad, [1, cut.block_out, cut.block_in // 2]),
         grad,
         rows,
         main_grad,
@@ -122,12 +122,12 @@ def grouped_wgrad(
     )
 
 
-def _described(tensor: torch.Tensor, block: list[int]) -> Any:
+def described(tensor: torch.Tensor, block: list[int]) -> Any:
     """Describe a tensor [..., width] to TMA."""
     return require("triton_descriptor").TensorDescriptor.from_tensor(tensor, block)
 
 
-def _num_free_sms(device: torch.device) -> int:
+def num_free_sms(device: torch.device) -> int:
     """SMs that a product may use: all but those reserved for communication. Interpreted: a few programs."""
     if device.type != "cuda":
         return 4

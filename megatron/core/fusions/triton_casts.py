@@ -7,8 +7,10 @@ conversion; interpreted they work on the integer bits:
     bf16   add half a unit of the last kept place, less one if that place is even, and cut: ties go to even
     e4m3   the same on the top three mantissa bits, for exponents down to -6; below, whole steps of 2^-9, rounded by
            adding and subtracting 2^23
+    e5m2   the same on the top two mantissa bits, for exponents down to -14; below, whole steps of 2^-16
 
-e4m3 is clamped to +-448 first: the format has no infinity, and a cast of what lies beyond is NaN. NaN stays NaN.
+e4m3 is clamped to +-448 first: the format has no infinity, and a cast of what lies beyond is NaN. e5m2 is clamped to
++-57344, so that it saturates as well. NaN stays NaN.
 
 A kernel takes `INTERPRETED: tl.constexpr` and its launcher passes `is_interpreted()`.
 """
@@ -17,6 +19,7 @@ from megatron.core import env
 from megatron.core.optional_deps import tl, triton_jit
 
 E4M3_MAX = 448.0
+E5M2_MAX = 57344.0
 
 
 def is_interpreted() -> bool:
@@ -50,6 +53,22 @@ def to_e4m3(x, INTERPRETED: tl.constexpr):  # noqa: ANN001, ANN201
         return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     else:  # noqa: RET505
         return clamped.to(tl.float8e4nv)
+
+
+@triton_jit
+def to_e5m2(x, INTERPRETED: tl.constexpr):  # noqa: ANN001, ANN201
+    """Fp32 [...] -> float8_e5m2, clamped to +-57344, to nearest, ties to even."""
+    clamped = tl.where(x != x, x, tl.minimum(tl.maximum(x, -57344.0), 57344.0))
+    if INTERPRETED:
+        bits = clamped.to(tl.uint32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        normal = ((magnitude + 0xFFFFF + ((magnitude >> 21) & 1)) >> 21) - ((127 - 15) << 2)
+        steps = (tl.abs(clamped) * 65536.0 + 8388608.0) - 8388608.0
+        code = tl.where(magnitude < ((127 - 14) << 23), steps.to(tl.uint32), normal)
+        code = tl.where(x != x, 0x7F, code) | ((bits >> 31) << 7)
+        return code.to(tl.uint8).to(tl.float8e5, bitcast=True)
+    else:  # noqa: RET505
+        return clamped.to(tl.float8e5)
 
 
 @triton_jit

@@ -1,0 +1,191 @@
+"""Speed of FP8 on a GPU: quantisers beside a copy, the experts' grouped products in TFLOP/s.
+
+    python tools/benchmark/fp8.py --what quantise     bytes read and written per second, and the share of a copy's
+    python tools/benchmark/fp8.py --what products     forward, dgrad, wgrad per recipe and format, fast and precise
+    python tools/benchmark/fp8.py --what sweep        cuts of our kernels
+
+Variants of a shape are timed in turn, one call each, and medians are reported. Products take operands that are
+quantised already. Writes fp8-<what>.json into docs/evidence/benchmarks or --folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.core.fp8.gemm import add_grouped_wgrad, grouped_matmul, with_spread_scale
+from megatron.core.fp8.operand import quantize_activation, quantize_weight
+from megatron.core.fp8.recipes import RECIPES
+from megatron.core.fusions.fp8_grouped_gemm import Cut, grouped_rows_product, grouped_wgrad_product
+from tools.benchmark.grouped_gemm import SHAPES, Shape, group_sizes, operands, runs, time_in_turn
+from tools.benchmark.result import ROOT, write_result
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = {"e4m3": E4M3, "hybrid": E5M2}
+RECIPES_TIMED = ("tensorwise", "rowwise", "blockwise")
+"""Delayed scaling runs the products of tensorwise scaling."""
+QUANTISED_SIZES = ((131072, 2048), (131072, 1536), (16384, 4096), (16384, 28672))
+SWEEP_SHAPES = ("A fc1", "A fc2", "B fc1", "C fc1")
+ROW_CUTS = (
+    Cut(),
+    Cut(num_stages=3),
+    Cut(band=8),
+    Cut(64, 128, num_warps=4, num_stages=4),
+    Cut(128, 64, num_warps=4, num_stages=4),
+    Cut(256, 128, num_stages=3),
+    Cut(128, 256, num_stages=3),
+)
+WGRAD_CUTS = (
+    Cut(),
+    Cut(num_stages=3),
+    Cut(num_stages=5),
+    Cut(band=8),
+    Cut(256, 128, num_stages=3),
+    Cut(128, 256, num_stages=3),
+    Cut(128, 64, num_warps=4, num_stages=4, programs_per_sm=2),
+)
+
+
+def quantised(shape: Shape, kind: str, recipe: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Operands of one recipe; group sizes are rounded to its multiple."""
+    spec, plain = RECIPES[recipe], operands(shape, kind)
+    sizes = [size // spec.row_multiple * spec.row_multiple for size in group_sizes(shape, kind)]
+    ends = torch.tensor(sizes, device="cuda").cumsum(0, dtype=torch.int32)
+    return {
+        "x": quantize_activation(plain["rows"], spec, E4M3, ends),
+        "dy": quantize_activation(plain["grad"], spec, dtype, ends),
+        "w": quantize_weight(plain["weight"], spec, E4M3),
+        "main": plain["main"],
+        "ends": ends,
+    }
+
+
+def product_calls(shape: Shape, kind: str, recipe: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """The products as layers call them, and both ways of adding up."""
+    q = quantised(shape, kind, recipe, dtype)
+    x, dy, w, ends = q["x"], q["dy"], q["w"], q["ends"]
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, is_fast in (("fast", True), ("precise", False)):
+        calls[f"fwd {name}"] = partial(grouped_matmul, x.by_row, w.by_row, ends, torch.bfloat16, is_fast)
+        calls[f"dgrad {name}"] = partial(grouped_matmul, dy.by_row, w.by_column, ends, torch.bfloat16, is_fast)
+    calls["wgrad+ precise"] = partial(add_grouped_wgrad, q["main"], dy.by_column, x.by_column, ends)
+    return calls
+
+
+def time_products(kind: str, shapes: list[str]) -> dict[str, Any]:
+    """{shape: {recipe format product: {ms, tflops}}}."""
+    results: dict[str, Any] = {}
+    for shape in (shape for shape in SHAPES if shape.name in shapes):
+        results[shape.name] = {}
+        for recipe in RECIPES_TIMED:
+            for name, dtype in FORMATS.items():
+                timed = time_in_turn(product_calls(shape, kind, recipe, dtype), repeats=10)
+                results[shape.name].update(report(shape, f"{recipe} {name}", timed))
+    return results
+
+
+def report(shape: Shape, front: str, timed: dict[str, list[float]]) -> dict[str, Any]:
+    """Print and return medians."""
+    found = {}
+    for name, times in timed.items():
+        median = statistics.median(times)
+        found[f"{front} {name}"] = {"ms": median, "tflops": shape.flop / median / 1e9, "times_ms": times}
+        print(f"{shape.name:12s} {shape.flop / median / 1e9:6.0f} TFLOP/s {median:8.3f} ms  {front} {name}", flush=True)
+    return found
+
+
+def time_sweep(kind: str, shapes: list[str]) -> dict[str, Any]:
+    """Our kernels with every cut: rows product precise and by blocks, weight gradient likewise."""
+    results: dict[str, Any] = {}
+    for shape in (shape for shape in SHAPES if shape.name in shapes and shape.name in SWEEP_SHAPES):
+        results[shape.name] = {}
+        for recipe, dtype in (("rowwise", E5M2), ("blockwise", E4M3)):
+            q, has_strips = quantised(shape, kind, recipe, dtype), recipe == "blockwise"
+            count, ends = shape.num_experts, q["ends"]
+            rows = with_spread_scale(q["x"].by_row, shape.num_rows, 1)
+            weight = with_spread_scale(q["w"].by_row, count, shape.out_features, 1)
+            left = with_spread_scale(q["dy"].by_column, count, shape.out_features)
+            right = with_spread_scale(q["x"].by_column, count, shape.in_features)
+            calls: dict[str, Callable[[], Any]] = {}
+            for cut in ROW_CUTS:
+                if has_strips and cut.block_out > 128:
+                    continue
+                for is_fast in (False,) if has_strips else (False, True):
+                    calls[f"rows fast={is_fast} {cut}"] = partial(
+                        grouped_rows_product,
+                        rows,
+                        weight,
+                        ends,
+                        torch.bfloat16,
+                        has_strips=has_strips,
+                        is_fast=is_fast,
+                        cut=cut,
+                    )
+            for cut in WGRAD_CUTS:
+                calls[f"wgrad {cut}"] = partial(
+                    grouped_wgrad_product, q["main"], left, right, ends, has_strips=has_strips, cut=cut
+                )
+            calls = {name: call for name, call in calls.items() if runs(name, call)}
+            timed = time_in_turn(calls, repeats=7)
+            ordered = dict(sorted(timed.items(), key=lambda item: (item[0][:5], statistics.median(item[1]))))
+            results[shape.name].update(report(shape, recipe, ordered))
+    return results
+
+
+def time_quantisers() -> dict[str, Any]:
+    """{size: {recipe direction: {ms, gb_per_s, of_copy}}}; bytes are those that must be read once and written once."""
+    results: dict[str, Any] = {}
+    for rows, columns in QUANTISED_SIZES:
+        generator = torch.Generator("cuda").manual_seed(0)
+        values = torch.randn(rows, columns, generator=generator, device="cuda").to(torch.bfloat16)
+        copy, factor = torch.empty_like(values), torch.ones((), device="cuda")
+        ends = torch.arange(1, 9, device="cuda", dtype=torch.int32) * (rows // 8)
+        calls: dict[str, Callable[[], Any]] = {"copy": partial(copy.copy_, values)}
+        moved = {"copy": 4 * values.numel()}
+        for name in RECIPES:
+            spec = RECIPES[name]
+            given = factor if spec.uses_history else None
+            calls[f"{name} both"] = partial(quantize_activation, values, spec, E4M3, ends, given)
+            calls[f"{name} row"] = partial(quantize_activation, values, spec, E4M3, ends, given, by_column=False)
+            moved |= {f"{name} both": 4 * values.numel(), f"{name} row": 3 * values.numel()}
+        found: dict[str, Any] = {}
+        for name, times in time_in_turn(calls).items():
+            median = statistics.median(times)
+            speed = moved[name] / median / 1e6
+            found[name] = {"ms": median, "gb_per_s": speed, "times_ms": times}
+            found[name]["of_copy"] = speed / found["copy"]["gb_per_s"]
+            share = f"{found[name]['of_copy']:.2f} of a copy"
+            print(f"{rows}x{columns} {speed:6.0f} GB/s {median:7.3f} ms {share}  {name}", flush=True)
+        results[f"{rows}x{columns}"] = found
+    return results
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", choices=("quantise", "products", "sweep"), required=True)
+    parser.add_argument("--groups", choices=("even", "random"), default="even", help="sizes of the groups")
+    parser.add_argument("--shapes", nargs="+", default=[shape.name for shape in SHAPES], metavar="NAME")
+    parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "evidence" / "benchmarks", help="of the result")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a GPU")
+    if args.what == "quantise":
+        results = time_quantisers()
+    else:
+        results = (time_products if args.what == "products" else time_sweep)(args.groups, args.shapes)
+    write_result(args.folder / f"fp8-{args.what}.json", results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
