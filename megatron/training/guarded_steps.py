@@ -12,9 +12,10 @@ The same code runs a step eagerly and captures it, so the two do the same work i
 
 import enum
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,25 @@ from megatron.training.train_step import (
 )
 
 logger = get_logger(__name__)
+
+
+class Lookahead:
+    """An iterator that can fetch items before they are asked for."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+        self._fetched: deque[Any] = deque()
+
+    def __iter__(self) -> "Lookahead":
+        return self
+
+    def __next__(self) -> Any:
+        return self._fetched.popleft() if self._fetched else next(self._items)
+
+    def fetch(self, count: int) -> None:
+        """Have the next `count` items at hand, or as many as there are."""
+        missing = max(count - len(self._fetched), 0)
+        self._fetched.extend(islice(self._items, missing))
 
 
 class Mode(enum.Enum):
@@ -81,6 +101,8 @@ class GuardedSteps:
         if recording is None and run.model_config.captures_iteration:
             self._pool = GraphPool(run.device)
             self._recording = self._record_cuda
+        self._lookahead = None if run.train_iterator is None else Lookahead(run.train_iterator)
+        run.train_iterator = self._lookahead
         self._host: torch.Tensor | None = None
         self._is_warm = False
 
@@ -190,7 +212,10 @@ class GuardedSteps:
             graph = self._capture(kind, batches, body)
         if graph is not None:
             self._run.counters["graph replays"] += 1
-            return graph.run(batches)
+            outputs = graph.run(batches)
+            if kind.mode is Mode.TRAIN and self._lookahead is not None:
+                self._lookahead.fetch(kind.num_microbatches)  # while the device is at work
+            return outputs
         self._num_eager[kind] += 1
         with nullcontext() if self._pool is None or not self._graphs else self._pool.allocating():
             return body(batches)
@@ -218,7 +243,7 @@ class GuardedSteps:
             batches,
             recording=self._recording(),
             device=run.device,
-            watched=self._watched if kind.mode is Mode.TRAIN else dict,
+            watched=self._watched(),
         )
         graph.capture()
         barrier(run.pg_collection.world)
@@ -237,14 +262,13 @@ class GuardedSteps:
         return CudaRecording(self._pool, get_cuda_rng_tracker().generators())
 
     def _watched(self) -> dict[str, torch.Tensor]:
-        """What a step uses and nobody may move: parameters and gradients."""
-        named = {}
+        """What a step uses and nobody may move: parameters, buffers and gradients."""
+        named: dict[str, torch.Tensor] = {}
         for index, chunk in enumerate(self._run.model):
-            for name, param in chunk.named_parameters():
-                named[f"{index}.{name}"] = param
-                main_grad = getattr(param, "main_grad", None)
-                if main_grad is not None:
-                    named[f"{index}.{name}.main_grad"] = main_grad
+            named |= {f"{index}.{name}": tensor for name, tensor in chunk.named_parameters()}
+            named |= {f"{index}.{name}": tensor for name, tensor in chunk.named_buffers()}
+            for kind, buffer in getattr(chunk, "buffers_by_kind", {}).items():
+                named[f"{index}.gradients of {kind}"] = buffer.grad_data
         return named
 
     # What the host reads.

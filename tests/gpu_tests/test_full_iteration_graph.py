@@ -3,6 +3,7 @@
 All runs of one GPU are in this process, in --deterministic-mode. Figures are printed.
 """
 
+import gc
 import logging
 import os
 import time
@@ -18,6 +19,7 @@ from megatron.training.callbacks.base import Callback
 from megatron.training.initialize import shut_down
 from megatron.training.training import pretrain
 from tests.common.mutants import replaced
+from tests.common.snapshot import diff, snapshot
 from tests.functional_tests.cases import run_python, torchrun_words
 from tools.run_metrics import parse_log, parse_state_hashes
 
@@ -55,6 +57,30 @@ class Disturbances(Callback):
         blocks = [torch.full((size << 20,), 0xFF, dtype=torch.uint8, device="cuda") for size in (1, 8, 64)]
         if run.state.iteration % 3 == 0:
             del blocks[0]
+
+
+class CaptureWatch(Callback):
+    """Compares the whole state before and after each capture."""
+
+    def __init__(self):
+        self.differences, self.run = [], None
+
+    def on_step_start(self, run):
+        self.run = run
+
+    def watched(self, capture):
+        def wrapper(graph):
+            state = {
+                "model": self.run.model,
+                "optimizer": self.run.optimizer,
+                "scheduler": self.run.scheduler,
+                "plain_tensors": ["inv_freq"],
+            }
+            before = snapshot(**state)
+            capture(graph)
+            self.differences.append(diff(before, snapshot(**state)))
+
+        return wrapper
 
 
 @pytest.fixture
@@ -97,12 +123,15 @@ def assert_equal_runs(eager_log, graph_log, num_steps):
 def test_hundred_replays_equal_hundred_eager_steps(start, tmp_path, form, dropout):
     flags = f"{FORMS[form]}{DROPOUT[dropout]}--train-iters {NUM_STEPS} --eval-interval 25 --save-interval 40 "
     _, eager_log = start(flags + f"--save {tmp_path / 'eager'}", [Disturbances()])
-    run, graph_log = start(flags + f"--save {tmp_path / 'graph'} " + GRAPH, [Disturbances()])
+    watch = CaptureWatch()
+    with replaced(FullIterationGraph, "capture", watch.watched(FullIterationGraph.capture)):
+        run, graph_log = start(flags + f"--save {tmp_path / 'graph'} " + GRAPH, [Disturbances(), watch])
     print({name: run.counters[name] for name in ("graph captures", "graph replays", "re-runs")})
     assert_equal_runs(eager_log, graph_log, NUM_STEPS)
     assert run.counters["graph captures"] == 2
     assert run.counters["graph replays"] >= 100
     assert graph_state.num_graphs() == 0
+    assert watch.differences == [{}, {}], "a capture left a trace"
 
 
 def test_eager_runs_are_repeatable(start):
@@ -195,10 +224,11 @@ def test_figures_of_a_larger_model(start):
                 memory[self.name + " reserved"] = torch.cuda.memory_reserved()
                 memory[self.name + " pool"] = 0 if pool is None else pool.reserved_bytes()
 
-    _, eager_log = start(flags, [Peak("eager")], plain)
+    eager_log = start(flags, [Peak("eager")], plain)[1]
+    gc.collect()
     torch.cuda.empty_cache()
     with replaced(FullIterationGraph, "run", clock.timed(FullIterationGraph.run)):
-        _, graph_log = start(flags + GRAPH, [Peak("graph")], plain)
+        graph_log = start(flags + GRAPH, [Peak("graph")], plain)[1]
     steps = {}
     for name, log in (("eager", eager_log), ("graph", graph_log)):
         series = parse_log(log)["elapsed time per iteration (ms)"]

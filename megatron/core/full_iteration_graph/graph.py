@@ -10,7 +10,7 @@ and writes outside of the pool must stay where it is, which every replay checks 
 How the code is recorded is a `Recording`: `CudaRecording` on a GPU, a checking stand-in on a CPU (`checks.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -80,7 +80,7 @@ class FullIterationGraph:
         batches: Batches of the shapes that it will be replayed with.
         recording: How it is captured.
         device: Where it runs.
-        watched: Tensors outside of the pool that the step uses, by name; asked again before each replay.
+        watched: Tensors outside of the pool that the step uses, by name; kept alive, their places compared.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class FullIterationGraph:
         *,
         recording: Recording,
         device: torch.device,
-        watched: Callable[[], dict[str, torch.Tensor]] = dict,
+        watched: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.name = name
         self._body = body
         self._recording = recording
-        self._watched = watched
-        self._addresses: dict[str, int] = {}
+        self._watched = dict(watched or {})
+        self._addresses: list[int] = []
         self.is_alive = False
         self.inputs = StaticInputs(name, batches, device)
         self.num_replays = 0
@@ -121,7 +121,7 @@ class FullIterationGraph:
             self.destroy()
             cause = raised[0] if raised else error
             raise RuntimeError(f"graph {self.name!r}: capture failed: {cause}{explain(str(cause))}") from cause
-        self._addresses = self._current_addresses()
+        self._addresses = [tensor.data_ptr() for tensor in self._watched.values()]
         self.is_alive = True
 
     def run(self, batches: Sequence[Batch]) -> torch.Tensor:
@@ -135,15 +135,12 @@ class FullIterationGraph:
         self.num_replays += 1
         return self._recording.repeat()
 
-    def _current_addresses(self) -> dict[str, int]:
-        return {name: tensor.data_ptr() for name, tensor in self._watched().items()}
-
     def _check_addresses(self) -> None:
-        """Refuse to replay over memory that was moved or freed since the capture."""
-        now = self._current_addresses()
+        """Refuse to replay over memory that was moved or given back since the capture."""
+        now = [tensor.data_ptr() for tensor in self._watched.values()]
         if now == self._addresses:
             return
-        moved = [name for name in sorted(self._addresses | now) if self._addresses.get(name) != now.get(name)]
+        moved = [name for name, a, b in zip(self._watched, self._addresses, now, strict=True) if a != b]
         raise RuntimeError(
             f"graph {self.name!r}: {', '.join(moved[:3])}{' and more' if len(moved) > 3 else ''}: not where the "
             "captured step reads it; load and convert in place (copy_), or destroy the graph and capture again."
@@ -153,6 +150,7 @@ class FullIterationGraph:
         """Drop the graph and its result; a second call does nothing."""
         self._recording.destroy()
         self._body = _destroyed
+        self._watched.clear()
         self.is_alive = False
 
 

@@ -14,12 +14,12 @@ WEIGHT = torch.eye(3)
 ZERO, COUNTS, PLACES = torch.tensor(0.0), torch.tensor([1, 0, 2]), torch.tensor([2, 0])
 
 
-def graph_of(step, batch=None, watched=dict):
+def graph_of(step, batch=None):
     def body(batches):
         return step(batches[0]["x"])
 
     given = {"x": torch.tensor([1.0, 2.0, 3.0])} if batch is None else batch
-    graph = FullIterationGraph("step", body, [given], recording=CheckedRecording(), device=CPU, watched=watched)
+    graph = FullIterationGraph("step", body, [given], recording=CheckedRecording(), device=CPU)
     graph.capture()
     return graph
 

@@ -1,5 +1,7 @@
 """A captured step: what it refuses, what it leaves alone, how it ends."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ class FailingRecording(CheckedRecording):
             raise RuntimeError("capture was invalidated")
 
 
-def graph_of(body, recording=None, watched=dict):
+def graph_of(body, recording=None, watched=None):
     recording = CheckedRecording() if recording is None else recording
     return FullIterationGraph("train", body, [BATCH], recording=recording, device=CPU, watched=watched)
 
@@ -69,7 +71,7 @@ def test_unknown_cause_is_not_guessed():
 
 def test_captured_memory_that_was_replaced_is_named_before_the_replay():
     param = torch.nn.Parameter(torch.ones(2))
-    graph = graph_of(lambda batches: param.detach() * batches[0]["x"], watched=lambda: {"0.weight": param})
+    graph = graph_of(lambda batches: param.detach() * batches[0]["x"], watched={"0.weight": param})
     graph.capture()
     graph.run([BATCH])
     param.data = torch.zeros(2)
@@ -77,18 +79,29 @@ def test_captured_memory_that_was_replaced_is_named_before_the_replay():
         graph.run([BATCH])
 
 
-def test_captured_memory_that_was_freed_is_named_before_the_replay():
-    owned = {"main_grad": torch.ones(2)}
-    graph = graph_of(lambda batches: batches[0]["x"] * 2, watched=lambda: dict(owned))
+def test_captured_memory_that_was_given_back_is_named_before_the_replay():
+    main_grad = torch.ones(2)
+    graph = graph_of(lambda batches: batches[0]["x"] * 2, watched={"main_grad": main_grad})
     graph.capture()
-    del owned["main_grad"]
+    main_grad.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="main_grad: not where"):
         graph.run([BATCH])
 
 
+def test_captured_memory_lives_as_long_as_the_graph():
+    owned = {"main_grad": torch.ones(2)}
+    graph = graph_of(lambda batches: batches[0]["x"] * 2, watched=owned)
+    graph.capture()
+    dropped = weakref.ref(owned.pop("main_grad"))
+    graph.run([BATCH])
+    assert dropped() is not None
+    graph.destroy()
+    assert dropped() is None
+
+
 def test_checkpoint_loaded_in_place_passes():
     param = torch.nn.Parameter(torch.ones(2))
-    graph = graph_of(lambda batches: param.detach() * batches[0]["x"], watched=lambda: {"weight": param})
+    graph = graph_of(lambda batches: param.detach() * batches[0]["x"], watched={"weight": param})
     graph.capture()
     torch.nn.ParameterList([param]).load_state_dict({"0": torch.full((2,), 3.0)})
     assert graph.run([BATCH]).tolist() == [3.0, 3.0]
