@@ -310,15 +310,14 @@ RECOMPUTE: tuple[Rule, ...] = (
         "only TP without sequence parallelism has several copies of a layer's input",
         "drop --distribute-saved-activations",
     ),
-    _not_yet(
-        "overlap-recompute",
-        "recompute of whole layers or MoE layers beside overlapped expert communication",
-        "overlap_moe_expert_parallel_comm recompute_granularity recompute_modules",
-        lambda config: (
-            config.overlap_moe_expert_parallel_comm
-            and (config.recompute_granularity == "full" or _recomputes(config, "moe"))
-        ),
-        "use --recompute-granularity selective without moe",
+    Rule(
+        "overlap-recompute-moe",
+        "refused",
+        "recompute of MoE parts beside overlapped expert communication",
+        "overlap_moe_expert_parallel_comm recompute_modules",
+        lambda config: config.overlap_moe_expert_parallel_comm and _recomputes(config, "moe"),
+        "the exchange inside this part is a stage of its own there",
+        "use --recompute-granularity full, or take moe out of --recompute-modules",
     ),
 )
 

@@ -131,6 +131,11 @@ class TransformerBlock(MegatronModule):
                 hidden_states = run(hidden_states)
         return hidden_states
 
+    def recomputed_layers(self) -> frozenset[int]:
+        """Positions of the layers that full recompute runs again, for a schedule that runs layers one by one."""
+        spans = layer_spans(self.config, len(self.layers)) if self.training else []
+        return frozenset(position for span, is_recomputed in spans if is_recomputed for position in span)
+
     def _run_span(
         self, span: range, routings: list[SavedRouting | None], shared: dict[str, Any], hidden_states: torch.Tensor
     ) -> torch.Tensor:

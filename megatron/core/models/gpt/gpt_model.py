@@ -206,6 +206,7 @@ class GPTModel(LanguageModule):
             list(self.decoder.layers),  # type: ignore[arg-type]
             layer_call,
             finish,
+            self.decoder.recomputed_layers(),
             self.embedding.word_embeddings.weight if self._is_tied_here else None,
         )
 

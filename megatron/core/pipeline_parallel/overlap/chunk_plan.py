@@ -52,7 +52,13 @@ class ChunkPlan:
             self._value = hand_over(received)
         assert self._value is not None, f"{self.name}: no hidden states"
         self.layers = [
-            LayerPlan(layer, self.stages.layer_call(self._value.tensor), f"{self.name} layer {i}", self.settings)
+            LayerPlan(
+                layer,
+                self.stages.layer_call(self._value.tensor),
+                f"{self.name} layer {i}",
+                self.settings,
+                is_recomputed=i in self.stages.recomputed_layers,
+            )
             for i, layer in enumerate(self.stages.layers)
         ]
 

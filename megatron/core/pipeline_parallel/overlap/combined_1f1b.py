@@ -7,10 +7,13 @@ gradients); what stands in one line runs at the same time:
     b post
     f pre_dispatch                   b combine
     b experts                        f dispatch
-    w experts                        b dispatch
+    w post, w experts                b dispatch
     f experts                        b dispatch
     b pre_dispatch, w pre_dispatch   f combine
-    f post, w post
+    f post
+
+A layer that is recomputed (r) runs again before its backward: `r pre_dispatch` before `b post`, `r dispatch` before
+`b combine`, `r experts` before `b experts`.
 """
 
 from collections.abc import Sequence
@@ -22,12 +25,16 @@ from megatron.core.pipeline_parallel.overlap.chunk_plan import ChunkPlan
 from megatron.core.pipeline_parallel.overlap.layer_plan import LayerPlan
 from megatron.core.pipeline_parallel.overlap.protocol import Stage
 
-Step = tuple[Literal["f", "b", "w"], Stage]
+Step = tuple[Literal["f", "r", "b", "w"], Stage]
 
 PAIR_ORDER: tuple[Step, ...] = (
+    ("r", Stage.PRE_DISPATCH),
+    ("r", Stage.DISPATCH),
+    ("r", Stage.POST),
     ("b", Stage.POST),
     ("b", Stage.COMBINE),
     ("f", Stage.PRE_DISPATCH),
+    ("r", Stage.EXPERTS),
     ("b", Stage.EXPERTS),
     ("f", Stage.DISPATCH),
     ("w", Stage.POST),
@@ -90,6 +97,6 @@ def _run_layers(forward: ChunkPlan | None, i: int, backward: ChunkPlan | None, j
 
 
 def _run_step(kind: str, stage: Stage, layer: LayerPlan | None) -> None:
-    if layer is None or stage not in layer.stages:
+    if layer is None or stage not in (layer.recomputed if kind == "r" else layer.stages):
         return
-    {"f": layer.forward, "b": layer.backward, "w": layer.weight_grads}[kind](stage)
+    {"f": layer.forward, "r": layer.recompute, "b": layer.backward, "w": layer.weight_grads}[kind](stage)

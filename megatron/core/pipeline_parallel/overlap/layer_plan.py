@@ -5,11 +5,16 @@ What goes from stage to stage, by name; backward takes the same way back with gr
     hidden -> PRE_DISPATCH -> rows, probs, residual, shared
        rows, probs -> DISPATCH -> rows, probs -> EXPERTS -> rows -> COMBINE -> rows
                                              rows, residual, shared -> POST -> hidden
+
+A layer that is recomputed keeps its input and its routing. Its stages up to the experts, of a dense layer all, run once
+without a graph and once more, by `recompute`, before their backward. Combine and what follows run once: autograd keeps
+nothing large of them, so that only the dispatch is communicated twice.
 """
 
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +22,9 @@ import torch
 from megatron.core import streams
 from megatron.core.deferred_wgrad import WgradQueue
 from megatron.core.pipeline_parallel.overlap.nodes import Handed, StageNode
-from megatron.core.pipeline_parallel.overlap.protocol import LayerCall, OverlapLayer, Stage
+from megatron.core.pipeline_parallel.overlap.protocol import LayerCall, OverlapLayer, SavedRouting, Stage
 from megatron.core.streams import Role
+from megatron.core.tensor_parallel.random import DeviceRngState, get_cuda_rng_tracker, replayed
 
 _INPUTS = {
     Stage.PRE_DISPATCH: ("hidden",),
@@ -37,6 +43,7 @@ _OUTPUTS = {
 
 EXCHANGE_STAGES = tuple(Stage)
 DENSE_STAGES = (Stage.PRE_DISPATCH, Stage.POST)
+_RECOMPUTED_STAGES = (Stage.PRE_DISPATCH, Stage.DISPATCH, Stage.EXPERTS)
 
 
 @dataclasses.dataclass
@@ -47,6 +54,8 @@ class PlanSettings:
     """Put weight gradients off until the schedule asks for them."""
     releases_attention_early: bool = False
     """Run the backward of attention before the experts of the other microbatch: less memory, less cover."""
+    draws: bool = False
+    """The layers draw random numbers in forward."""
     counters: Counter[str] = dataclasses.field(default_factory=Counter)
     """What happened how often."""
 
@@ -59,11 +68,25 @@ class LayerPlan:
         call: The record of this pass; it lives until the layer's last product has run.
         name: Names microbatch and layer in reports.
         settings: What all plans share.
+        is_recomputed: Keep only the input, and run the layer once more before its backward.
     """
 
-    def __init__(self, layer: OverlapLayer, call: LayerCall, name: str, settings: PlanSettings) -> None:
+    def __init__(
+        self,
+        layer: OverlapLayer,
+        call: LayerCall,
+        name: str,
+        settings: PlanSettings,
+        is_recomputed: bool = False,
+    ) -> None:
         self.call, self.name, self.settings = call, name, settings
         self.stages = EXCHANGE_STAGES if layer.has_exchange else DENSE_STAGES
+        self.recomputed: tuple[Stage, ...] = ()
+        if is_recomputed:
+            self.recomputed = _RECOMPUTED_STAGES if layer.has_exchange else DENSE_STAGES
+            call.routing = SavedRouting()
+        self._again: dict[str, Handed | None] = {}
+        self._random_states: dict[Stage, DeviceRngState] = {}
         self._values: dict[str, Handed | None] = {}
         self._nodes: dict[Stage, StageNode] = {}
         self._metadata: dict[int, tuple[torch.Tensor, Role]] = {}
@@ -91,19 +114,36 @@ class LayerPlan:
 
     def forward(self, stage: Stage) -> None:
         """Run one stage."""
-        self._pass_through(stage, self._nodes[stage].forward, _INPUTS[stage], _OUTPUTS[stage])
+        is_kept = stage not in self.recomputed
+        if not is_kept and stage is Stage.PRE_DISPATCH:
+            self._again["hidden"] = self._values["hidden"]
+        if not is_kept and self.settings.draws:
+            self._random_states[stage] = DeviceRngState(get_cuda_rng_tracker().device)
+        self._run_forward(stage, self._values, is_kept)
+
+    def recompute(self, stage: Stage) -> None:
+        """Run one stage once more, for its backward: same inputs, routing and random numbers."""
+        state = self._random_states.pop(stage, None)
+        with nullcontext() if state is None else replayed(state):
+            self._run_forward(stage, self._again, is_kept=True)
+        if stage is self.recomputed[-1]:
+            self._again.clear()
+        self.settings.counters["stages recomputed"] += 1
+
+    def _run_forward(self, stage: Stage, values: dict[str, Handed | None], is_kept: bool) -> None:
+        inputs = [values.pop(name, None) for name in _INPUTS[stage]]
+        _update(values, _OUTPUTS[stage], self._nodes[stage].forward(*inputs, is_kept=is_kept))
         for tensor in _tensors_in(self.call.dispatch_state):
             self._metadata.setdefault(id(tensor), (tensor, stage.role))
+        self._count(stage)
 
     def backward(self, stage: Stage) -> None:
         """Run one stage backward; its weight gradients too, unless they are delayed."""
-        self._pass_through(stage, self._nodes[stage].backward, _OUTPUTS[stage], _INPUTS[stage])
+        grads = [self._values.pop(name, None) for name in _OUTPUTS[stage]]
+        _update(self._values, _INPUTS[stage], self._nodes[stage].backward(*grads))
+        self._count(stage)
 
-    def _pass_through(
-        self, stage: Stage, run: Callable[..., Sequence[Any]], taken: Sequence[str], given: Sequence[str]
-    ) -> None:
-        results = run(*(self._values.pop(name, None) for name in taken))
-        self._values.update({name: value for name, value in zip(given, results, strict=True) if value is not None})
+    def _count(self, stage: Stage) -> None:
         if stage.role is Role.COMM:
             self.settings.counters["stages on the comm stream"] += 1
 
@@ -121,8 +161,13 @@ class LayerPlan:
                 for tensor, role in self._metadata.values():
                     if role is owner:
                         streams.hold(tensor, owner)
-        self._metadata, self.call.dispatch_state = {}, None
+        self._metadata, self.call.dispatch_state, self.call.routing = {}, None, None
         self._nodes.clear()
+
+
+def _update(values: dict[str, Handed | None], names: Sequence[str], results: Sequence[Handed | None]) -> None:
+    """Enter results under their names, those that are there."""
+    values.update({name: value for name, value in zip(names, results, strict=True) if value is not None})
 
 
 def _run_of(layer: OverlapLayer, stage: Stage, call: LayerCall) -> Callable[..., Sequence[torch.Tensor | None]]:

@@ -11,7 +11,7 @@ Legend: s sequence, b batch, h width, R rows at the experts of this rank.
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -177,6 +177,9 @@ class ModelStages:
 
     finish: Callable[[torch.Tensor], torch.Tensor]
     """What follows the layers: hidden states [s, b, h] -> the output of the chunk."""
+
+    recomputed_layers: Collection[int] = ()
+    """Positions of the layers that keep their input alone and run once more before their backward."""
 
     tied_weight: torch.nn.Parameter | None = None
     """The matrix that `embed` and `finish` share, if they do."""

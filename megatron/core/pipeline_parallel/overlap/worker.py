@@ -24,6 +24,7 @@ class OverlapWorker:
         self.settings = PlanSettings(
             delays_wgrad=config.delay_wgrad_compute,
             releases_attention_early=config.ep_overlap_early_attn_memory_release,
+            draws=getattr(config, "draws_in_forward", True),
         )
         self._plans: dict[tuple[int, int], tuple[ChunkPlan, torch.Tensor | None]] = {}
 

@@ -50,7 +50,13 @@ VIOLATORS = {
     "recompute-shared_experts": {**MOE, **SELECTIVE, "recompute_modules": ["shared_experts"]},
     "recompute-mlp": {**MOE, **SELECTIVE, "moe_layer_freq": 1, "recompute_modules": ["mlp"]},
     "distribute-saved-needs-tp": {**SIZES, **FULL, "distribute_saved_activations": True},
-    "overlap-recompute": {**MOE, **FULL, "overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2},
+    "overlap-recompute-moe": {
+        **MOE,
+        "overlap_moe_expert_parallel_comm": True,
+        "expert_model_parallel_size": 2,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe"],
+    },
 }
 
 

@@ -51,10 +51,15 @@ PAIRWISE = [
 ]
 
 
-def run_both(pool, cell, steps=STEPS, num_samples=6, **changes):
-    """Off and on; `changes` are further fields of the layout."""
+def run_both(pool, cell, steps=STEPS, num_samples=6, fields=None, **changes):
+    """Off and on; `fields` are further fields of the model, `changes` of the layout."""
     experts, mix, way, form, pipe = cell
-    fields = {"num_moe_experts": EXPERTS[experts], "moe_flex_dispatcher_backend": "hybridep", **MIXES[mix]}
+    fields = {
+        **(fields or {}),
+        "num_moe_experts": EXPERTS[experts],
+        "moe_flex_dispatcher_backend": "hybridep",
+        **MIXES[mix],
+    }
     if PIPES[pipe]:
         fields |= {"num_layers": 4, "moe_layer_freq": fields["moe_layer_freq"] * 2}
     case = make_case(**fields)
@@ -105,3 +110,38 @@ def test_any_number_of_microbatches(pool, num_microbatches):
     off, on = run_both(pool, ALL[0], steps=1, num_samples=2 * num_microbatches)
     assert_same_bits(off, on)
     assert on.counters["pairs overlapped"] == num_microbatches - 1
+
+
+RECOMPUTE = {
+    "all layers": ("uniform", "1"),
+    "pairs of layers": ("uniform", "2"),
+    "first layer": ("block", "1"),
+    "parts": ("core_attn", "layernorm", "mlp", "moe_act", "shared_experts"),
+}
+RECOMPUTED = list(itertools.product(RECOMPUTE, MIXES, ("alltoall", "flex"), PIPES))
+
+
+def check_recomputed(pool, cell, steps):
+    """With dropout, so that the second pass has to draw the numbers of the first."""
+    recompute, mix, form, pipe = cell
+    fields = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "moe_aux_loss_coeff": 0.01}
+    base = ("2 experts", mix, "delayed, reduced beside backward", form, pipe)
+    off, on = run_both(pool, base, steps, 8, fields=fields, recompute=RECOMPUTE[recompute])
+    assert_same_bits(off, on)
+    assert off.aux
+    assert (on.counters["stages recomputed"] > 0) == (recompute != "parts")
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [("all layers", "dense last", "alltoall", "PP1"), ("first layer", "dense first, shared", "flex", "PP1")],
+    ids="-".join,
+)
+def test_recompute_beside_overlap_changes_no_bit(pool, cell):
+    check_recomputed(pool, cell, steps=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", RECOMPUTED, ids="-".join)
+def test_recompute_beside_overlap_changes_no_bit_in_any_mix(pool, cell):
+    check_recomputed(pool, cell, steps=3)
