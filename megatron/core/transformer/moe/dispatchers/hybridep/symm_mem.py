@@ -229,7 +229,7 @@ class SymmMemEngine(HybridEPEngine):
             BLOCK=tiling.width(setup.hidden_size),
             WITH_ROUTING=probs is not None,
             EXPERTS=setup.num_local_experts,
-            num_warps=tiling.warps,
+            num_warps=tiling.num_warps(self.setup.hidden_size),
             **self._sizes(slots),
         )
 
@@ -286,7 +286,7 @@ class SymmMemEngine(HybridEPEngine):
             BLOCK=tiling.width(setup.hidden_size),
             WITH_ROUTING=row_probs is not None,
             EXPERTS=setup.num_local_experts,
-            num_warps=tiling.warps,
+            num_warps=tiling.num_warps(self.setup.hidden_size),
             **self._sizes(routing.slot_rows.shape[2]),
         )
         if setup.row_multiple > 1:
@@ -324,7 +324,7 @@ class SymmMemEngine(HybridEPEngine):
             UNROLL=min(slots, MAX_UNROLLED_SLOTS),
             WITH_PROBS=row_probs is not None,
             INTERPRETED=is_interpreted(),
-            num_warps=tiling.warps,
+            num_warps=tiling.num_warps(self.setup.hidden_size),
             **self._sizes(slots),
         )
 
@@ -347,7 +347,7 @@ class SymmMemEngine(HybridEPEngine):
             WITH_PROBS=probs is not None,
             INTERPRETED=is_interpreted(),
             EXPERTS=setup.num_local_experts,
-            num_warps=tiling.warps,
+            num_warps=tiling.num_warps(self.setup.hidden_size),
             **self._sizes(exchange.expert_ids.shape[1]),
         )
 

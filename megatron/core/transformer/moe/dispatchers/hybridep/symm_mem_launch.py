@@ -22,7 +22,7 @@ class Tiling:
     """Of a row at a time."""
 
     warps: int = 8
-    """Per block."""
+    """Per block, at most."""
 
     tokens: int = 1
     """At a time; push only."""
@@ -33,6 +33,10 @@ class Tiling:
     def width(self, hidden_size: int) -> int:
         """Columns at a time of rows that are this wide, a power of two."""
         return min(self.columns, next_power_of_2(hidden_size))
+
+    def num_warps(self, hidden_size: int) -> int:
+        """Not more than have 8 elements per thread, which are 16 bytes in half precision."""
+        return min(self.warps, max(1, self.width(hidden_size) * self.tokens // (8 * 32)))
 
     def on(self, num_sms: int) -> Tiling:
         """The same with as many blocks as fill this many multiprocessors."""

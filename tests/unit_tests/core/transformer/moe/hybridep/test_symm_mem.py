@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.dispatchers.hybridep.metadata import Exchange
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem import SymmMemEngine
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_buffers import Capacity, Sections
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_group import LocalSymmetricGroup
-from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_launch import Launch
+from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_launch import Launch, Tiling
 from tests.common.exchange_definition import LocalExchange
 from tests.common.symm_mem_cases import (
     INTERPRETED_CASES,
@@ -199,6 +199,11 @@ def test_blocks_fill_the_given_multiprocessors():
     assert [tiling.blocks for tiling in chosen.tilings()] == [24, 192, 192, 192]
     assert all(tiling.blocks_per_sm * tiling.warps * 32 <= 2048 for tiling in chosen.tilings())
     assert chosen.push.tokens == Launch.of(None).push.tokens == 8
+
+
+@pytest.mark.parametrize(("hidden_size", "warps"), [(8, 1), (512, 2), (1024, 4), (2048, 8), (7168, 8)])
+def test_each_thread_has_16_bytes(hidden_size, warps):
+    assert Tiling(1).num_warps(hidden_size) == warps
 
 
 def test_capacity_covers_both_and_is_rounded_up():
