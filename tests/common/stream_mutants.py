@@ -72,15 +72,22 @@ def shadowed_experts() -> Mutant:
     def forward(self: GroupedMLP, rows: torch.Tensor, *args: Any) -> Any:
         return plain(self, ShadowRows.apply(rows), *args)
 
-    with replaced(GroupedMLP, "forward", forward), _set(GroupedMLP, "saves_rows", False):
+    with replaced(GroupedMLP, "forward", forward), replaced(GroupedMLP, "saves_rows", False):
+        yield
+
+
+@contextlib.contextmanager
+def f2_rows_kept() -> Mutant:
+    """Every layer says that its experts save their rows."""
+    kept = frozenset({Stage.EXPERTS})
+    with replaced(MoELayer, "saved_inputs", lambda self: kept):
         yield
 
 
 @contextlib.contextmanager
 def f2_shadowed_rows_kept() -> Mutant:
-    """The rows are kept until backward all the same."""
-    kept = frozenset({Stage.EXPERTS})
-    with shadowed_experts(), replaced(MoELayer, "saved_inputs", lambda self: kept):
+    """The rows of these are kept until backward all the same."""
+    with shadowed_experts(), f2_rows_kept():
         yield
 
 
@@ -335,13 +342,3 @@ def sent_output_released() -> Mutant:
 
     with replaced(Mailbox, "post", post):
         yield
-
-
-@contextlib.contextmanager
-def _set(owner: Any, name: str, value: Any) -> Mutant:
-    """Give `owner` an attribute that it does not have."""
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name)

@@ -41,9 +41,11 @@ class GroupStream:
 
 @dataclass
 class _Open:
-    """A collective whose handle nobody has waited for; the handle keeps its tensors, as NCCL's does."""
+    """A collective whose handle nobody has waited for."""
 
     handle: Any
+    tensors: list[torch.Tensor]
+    """its tensors [...], which NCCL's handle keeps until it is waited for"""
     end: Snapshot
     operation: Operation
     step: int
@@ -99,7 +101,7 @@ class CollectiveStreams:
         handle = _handle_in(result)
         if handle is not None:
             self._open[id(handle)] = _Open(
-                handle, clocks.snapshot(stream), operation, recorder.step, record.peer is not None
+                handle, reads + writes, clocks.snapshot(stream), operation, recorder.step, record.peer is not None
             )
         return result
 

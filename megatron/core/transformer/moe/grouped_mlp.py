@@ -140,6 +140,11 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
             allreduce=allreduce,
         )
 
+    @property
+    def saves_rows(self) -> bool:
+        """False if backward reads a copy of the rows: FP8 pads them first, and keeps codes."""
+        return self.linear_fc1.fp8 is None
+
     def graph_capture_blockers(self) -> list[str]:
         """Why a step with these experts cannot be captured."""
         config, dtype = self.config, self.linear_fc1.weights[0].dtype

@@ -12,4 +12,5 @@ PIPELINE = (
     *("--expert-model-parallel-size", "1", "--global-batch-size", "4"),
 )
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
+FP8 = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
 SHARED = ("--moe-shared-expert-intermediate-size", "8")

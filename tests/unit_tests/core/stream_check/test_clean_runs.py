@@ -8,6 +8,7 @@ from tests.common.stream_runs import TINY_MOE, checked_run
 from tests.unit_tests.core.stream_check.cases import (
     CHUNKS,
     DELAYED,
+    FP8,
     HYBRIDEP,
     ONE_EXPERT,
     OVERLAP,
@@ -44,19 +45,28 @@ def test_run_is_silent(pool, flags):
     assert checked_run(pool, flags) == ""
 
 
-PIPELINES = {
-    "1F1B": (PIPELINE, 2),
-    "interleaved": ((*PIPELINE, *CHUNKS), 2),
-    "interleaved, expert parallel, ZeRO": ((*PIPELINE, "--expert-model-parallel-size", "2", *CHUNKS, *ZERO), 4),
-    "messages at once": ((*PIPELINE, *CHUNKS, "--no-overlap-p2p-communication"), 2),
+TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1")
+EP2 = ("--expert-model-parallel-size", "2")
+LAYOUTS = {
+    "FP8": ((*DELAYED, *HYBRIDEP, *FP8), 2),
+    "FP8, first and last layers in bf16": ((*DELAYED, *HYBRIDEP, *FP8, "--first-last-layers-bf16"), 2),
+    "row budget": ((*DELAYED, *HYBRIDEP, "--moe-expert-rank-capacity-factor", "1.5"), 2),
+    "context parallel": ((*DELAYED, "--context-parallel-size", "2"), 2),
+    "tensor and sequence parallel": ((*DELAYED, *TP2), 2),
+    "allgather": ((*TINY_MOE, "--moe-token-dispatcher-type", "allgather"), 2),
+    "1F1B": ((*TINY_MOE, *PIPELINE), 2),
+    "interleaved": ((*TINY_MOE, *PIPELINE, *CHUNKS), 2),
+    "interleaved, messages at once": ((*TINY_MOE, *PIPELINE, *CHUNKS, "--no-overlap-p2p-communication"), 2),
+    "interleaved, expert parallel, ZeRO": ((*TINY_MOE, *PIPELINE, *EP2, *CHUNKS, *ZERO), 4),
+    "pipeline with overlap": ((*DELAYED, *PIPELINE, *EP2, *CHUNKS), 4),
 }
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", PIPELINES)
-def test_pipeline_is_silent(pool, name):
-    flags, world_size = PIPELINES[name]
-    assert checked_run(pool, (*TINY_MOE, *flags), world_size) == ""
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_is_silent(pool, name):
+    flags, world_size = LAYOUTS[name]
+    assert checked_run(pool, flags, world_size) == ""
 
 
 def test_overlap_with_delayed_weight_gradients_and_zero_is_silent(pool):

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.common.stream_runs import TINY_MOE, checked_run
-from tests.unit_tests.core.stream_check.cases import DELAYED, HYBRIDEP, ONE_EXPERT, OVERLAP, PIPELINE, SHARED, ZERO
+from tests.unit_tests.core.stream_check.cases import DELAYED, FP8, HYBRIDEP, ONE_EXPERT, OVERLAP, PIPELINE, SHARED, ZERO
 
 FAULTS = {
     "f1_wgrad_on_ambient_stream": (
@@ -19,6 +19,11 @@ FAULTS = {
         "on compute in F 0.0 layer 2 experts",
         "hold on compute in W 0.0 layer 2 experts",
         "do not keep it for backward: nothing saved it",
+    ),
+    "f2_rows_kept": (
+        (*DELAYED, *HYBRIDEP, *FP8),
+        "kept after its last use: tensor bfloat16",
+        "hold on compute in W 0.0 layer 2 experts",
     ),
     "f3_counts_freed_early": (
         (*DELAYED, *HYBRIDEP),

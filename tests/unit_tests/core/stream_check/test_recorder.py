@@ -349,3 +349,12 @@ def test_recorder_leaves_torch_as_it_was():
     with StreamRecorder():
         assert dist.Work.wait is not before
     assert dist.Work.wait is before
+
+
+def test_handle_keeps_its_tensors_until_it_is_waited_for(lonely_world):
+    with recorded_step() as recorder:
+        output = torch.empty(4)
+        handle = dist.all_to_all_single(output, torch.ones(4), async_op=True)
+        torch.zeros(4)
+        handle.wait()
+    assert recorder.findings == []
