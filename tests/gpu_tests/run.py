@@ -50,8 +50,10 @@ PERMUTE = "tests/gpu_tests/test_permute.py"
 FP8 = "tests/gpu_tests/test_fp8.py"
 DISPATCH = "tests/gpu_tests/test_dispatch_benchmark.py"
 OVERLAP = "tests/gpu_tests/test_overlap.py"
+STREAM_CHECK = "tests/gpu_tests/test_stream_check.py"
 GRAPH = "tests/gpu_tests/test_full_iteration_graph.py"
 OWN_PARTS = (
+    STREAM_CHECK,
     OVERLAP,
     LAUNCHES,
     WGRAD,
@@ -74,6 +76,7 @@ PARTS = (
     Part("resume", (f"{LAUNCHES}::test_resume_with_dropout_is_bitwise_on_a_gpu",), 120),
     Part("overlap", (OVERLAP, "-k", "not two_gpus"), 120),
     Part("overlap-2", (OVERLAP, "-k", "two_gpus"), 240, num_gpus=2),
+    Part("stream-check", (STREAM_CHECK,), 90),
     Part("wgrad", (WGRAD, "--deselect", f"{WGRAD}::test_benchmark_sweeps_the_other_shapes"), 120),
     Part("wgrad-sweep", (f"{WGRAD}::test_benchmark_sweeps_the_other_shapes",), 120),
     Part("permute", (PERMUTE,), 120),
