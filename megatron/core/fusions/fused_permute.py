@@ -7,13 +7,14 @@
 
 Each is the other's gradient. Both forms, plain and kernel, add in the same order: equal bit for bit.
 
-The kernels are limited by memory: a program copies about 4 KiB per step, part of a wide row or several narrow ones.
-Offsets are 64 bits wide. Any row stride is read as it is.
+The kernels are limited by memory: a program handles a part of one row. Along the slots of a layout a token is read once
+and stored to each of its rows, which is faster than reading it again for every row. Offsets are 64 bits wide. Any row
+stride is read as it is.
 
 Legend: C tokens, K slots of a token, h width, P rows.
 """
 
-# ruff: noqa: ANN001 (a compiled kernel takes no annotations but tl.constexpr)
+# ruff: noqa: ANN001, ANN202 (a compiled kernel takes no annotations but tl.constexpr)
 from typing import Any
 
 import torch
@@ -23,20 +24,20 @@ from megatron.core.fusions.triton_casts import is_interpreted, narrow
 from megatron.core.optional_deps import tl, triton_jit
 from megatron.core.utils.upcast import wide_dtype
 
-ELEMENTS = 2048
-"""Elements of a tile [rows, columns] of one program."""
+GATHER_TILE, SPREAD_TILE, SUM_TILE = 1024, 4096, 1024
+"""Elements of a row that one program of each kernel handles; the fastest of those tried on an H200."""
 
 
 def permute_rows(
     tokens: torch.Tensor, probs: torch.Tensor | None, layout: RowLayout
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gather with gradients: tokens [C, h], probs [C, K] or None -> rows [P, h], row probs [P] or None."""
-    return _Permute.apply(tokens, probs, layout.slots, layout.pairs, layout.has_tail)
+    return _Permute.apply(tokens, probs, layout)
 
 
 def unpermute_rows(rows: torch.Tensor, layout: RowLayout, dtype: torch.dtype) -> torch.Tensor:
     """Sum with gradients: rows [P, h] -> tokens [C, h] in `dtype`."""
-    return _Unpermute.apply(rows, layout.slots, layout.pairs, layout.has_tail, dtype)
+    return _Unpermute.apply(rows, layout, dtype)
 
 
 def gather_rows(
@@ -78,20 +79,24 @@ def sum_rows(
     return total.to(dtype), probs
 
 
+def spread_rows(
+    tokens: torch.Tensor, probs: torch.Tensor | None, layout: RowLayout
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`gather_rows` along a layout: tokens [C, h], probs [C, K] or None -> rows [P, h], row probs [P] or None."""
+    if uses_kernels(tokens):
+        return kernel_spread(tokens, probs, layout)
+    return gather_rows(tokens, probs, layout.pairs, layout.slots_per_token, has_tail=layout.has_tail)
+
+
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        tokens: torch.Tensor,
-        probs: torch.Tensor | None,
-        slots: torch.Tensor,
-        pairs: torch.Tensor,
-        has_tail: bool,
+        ctx: Any, tokens: torch.Tensor, probs: torch.Tensor | None, layout: RowLayout
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ctx.save_for_backward(slots)
-        ctx.dtype, ctx.width = tokens.dtype, tokens.shape[1]
+        ctx.save_for_backward(layout.slots)
+        ctx.dtype = tokens.dtype
         ctx.set_materialize_grads(False)
-        return gather_rows(tokens, probs, pairs, slots.shape[1], has_tail=has_tail)
+        return spread_rows(tokens, probs, layout)
 
     @staticmethod
     def backward(
@@ -100,27 +105,26 @@ class _Permute(torch.autograd.Function):
         (slots,) = ctx.saved_tensors
         if grad_rows is None:
             if grad_row_probs is None:
-                return None, None, None, None, None
+                return None, None, None
             nothing = grad_row_probs.new_empty(len(grad_row_probs), 0)
-            return None, sum_rows(nothing, grad_row_probs, slots, ctx.dtype)[1], None, None, None
+            return None, sum_rows(nothing, grad_row_probs, slots, ctx.dtype)[1], None
         grad_tokens, grad_probs = sum_rows(grad_rows, grad_row_probs, slots, ctx.dtype)
-        return grad_tokens, grad_probs, None, None, None
+        return grad_tokens, grad_probs, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, slots: torch.Tensor, pairs: torch.Tensor, has_tail: bool, dtype: torch.dtype
-    ) -> torch.Tensor:
-        ctx.save_for_backward(pairs)
-        ctx.num_slots, ctx.has_tail, ctx.dtype = slots.shape[1], has_tail, rows.dtype
-        return sum_rows(rows, None, slots, dtype)[0]
+    def forward(ctx: Any, rows: torch.Tensor, layout: RowLayout, dtype: torch.dtype) -> torch.Tensor:
+        ctx.save_for_backward(layout.slots, layout.pairs, layout.tokens_per_expert, layout.dropped_rows)
+        ctx.has_tail, ctx.has_padding, ctx.dtype = layout.has_tail, layout.has_padding, rows.dtype
+        return sum_rows(rows, None, layout.slots, dtype)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (pairs,) = ctx.saved_tensors
-        rows, _ = gather_rows(grad.to(ctx.dtype), None, pairs, ctx.num_slots, has_tail=ctx.has_tail)
-        return rows, None, None, None, None
+        slots, pairs, counts, dropped = ctx.saved_tensors
+        layout = RowLayout(slots, pairs, counts, dropped, ctx.has_tail, ctx.has_padding)
+        rows, _ = spread_rows(grad.to(ctx.dtype), None, layout)
+        return rows, None, None
 
 
 def kernel_gather(
@@ -133,10 +137,27 @@ def kernel_gather(
     rows = tokens.new_empty(num_rows, width)
     row_probs = None if probs is None else probs.new_empty(num_rows)
     if num_rows:
-        block, columns = _tile(width)
-        grid = (-(-num_rows // block), max(1, -(-width // columns)))
-        shape = (num_rows, width, tokens.stride(0), num_slots)
-        _gather_kernel[grid](tokens, probs, pairs, rows, row_probs, *shape, block, columns)
+        columns, num_parts = _parts(width, GATHER_TILE)
+        shape = (width, tokens.stride(0), num_slots)
+        _gather_kernel[(num_rows, num_parts)](tokens, probs, pairs, rows, row_probs, *shape, columns, num_warps=2)
+    return rows, row_probs
+
+
+def kernel_spread(
+    tokens: torch.Tensor, probs: torch.Tensor | None, layout: RowLayout
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The kernel behind `spread_rows`: tokens [C, h], probs [C, K] or None -> [P, h], [P] or None."""
+    tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
+    probs = None if probs is None else probs.contiguous()
+    (num_tokens, num_slots), (num_rows,), width = layout.slots.shape, layout.pairs.shape, tokens.shape[1]
+    rows = tokens.new_empty(num_rows, width)
+    row_probs = None if probs is None else probs.new_empty(num_rows)
+    columns, num_parts = _parts(width, SPREAD_TILE)
+    if layout.has_padding and num_rows:
+        _clear_kernel[(num_rows, num_parts)](layout.pairs, rows, row_probs, width, columns)
+    if num_tokens:
+        shape = (width, tokens.stride(0), num_slots, columns)
+        _spread_kernel[(num_tokens, num_parts)](tokens, probs, layout.slots, rows, row_probs, *shape)
     return rows, row_probs
 
 
@@ -150,18 +171,17 @@ def kernel_sum(
     tokens = rows.new_empty(num_tokens, width, dtype=dtype)
     probs = None if row_probs is None else row_probs.new_empty(num_tokens, num_slots)
     if num_tokens:
-        block, columns = _tile(width)
+        columns, num_parts = _parts(width, SUM_TILE)
         modes = {"is_double": torch.float64 in (rows.dtype, dtype), "interpreted": is_interpreted()}
-        shape = (num_tokens, width, rows.stride(0), num_slots)
-        grid = (-(-num_tokens // block), max(1, -(-width // columns)))
-        _sum_kernel[grid](rows, row_probs, slots, tokens, probs, *shape, **modes, block=block, columns=columns)
+        shape = (width, rows.stride(0), num_slots)
+        _sum_kernel[(num_tokens, num_parts)](rows, row_probs, slots, tokens, probs, *shape, **modes, columns=columns)
     return tokens, probs
 
 
-def _tile(width: int) -> tuple[int, int]:
-    """Rows and columns of a program's tile, powers of two."""
-    columns = min(ELEMENTS, max(16, 1 << (width - 1).bit_length())) if width else 16
-    return ELEMENTS // columns if columns < ELEMENTS else 1, columns
+def _parts(width: int, largest: int) -> tuple[int, int]:
+    """Elements of a program's part of a row, a power of two, and parts of a row; one part of a row without elements."""
+    columns = min(largest, max(16, 1 << (width - 1).bit_length())) if width else 16
+    return columns, max(1, -(-width // columns))
 
 
 @triton_jit
@@ -171,26 +191,65 @@ def _gather_kernel(
     pairs,
     rows,
     row_probs,
-    num_rows,
     width,
     stride,
     num_slots: tl.constexpr,
-    block: tl.constexpr,
     columns: tl.constexpr,
-) -> None:
-    """One tile of rows [P, h] from tokens [C, h]; the first column of programs also copies probs [C, K] -> [P]."""
-    row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+):
+    """A part of one row [P, h] from tokens [C, h]; the first part also copies probs [C, K] -> [P]."""
+    row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
-    pair = tl.load(pairs + row, mask=row < num_rows, other=-2)
+    pair = tl.load(pairs + row)
     is_read, is_written = pair >= 0, pair > -2  # rows behind the last expert's are left alone
     if probs is not None:
         is_first = tl.program_id(1) == 0
         prob = tl.load(probs + pair, mask=is_read & is_first, other=0.0)
         tl.store(row_probs + row, prob, mask=is_written & is_first)
     token = (tl.maximum(pair, 0) // num_slots).to(tl.int64)
-    is_column = (column < width)[None, :]
-    values = tl.load(tokens + token[:, None] * stride + column[None, :], mask=is_read[:, None] & is_column, other=0.0)
-    tl.store(rows + row[:, None] * width + column[None, :], values, mask=is_written[:, None] & is_column)
+    values = tl.load(tokens + token * stride + column, mask=is_read & (column < width), other=0.0)
+    tl.store(rows + row * width + column, values, mask=is_written & (column < width))
+
+
+@triton_jit
+def _spread_kernel(
+    tokens,
+    probs,
+    slots,
+    rows,
+    row_probs,
+    width,
+    stride,
+    num_slots: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """A part of one token [C, h] to all its rows [P, h]; the first part also copies probs [C, K] -> [P]."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    values = tl.load(tokens + token * stride + column, mask=column < width, other=0.0)
+    for slot in tl.static_range(num_slots):
+        row = tl.load(slots + token * num_slots + slot).to(tl.int64)
+        tl.store(rows + row * width + column, values, mask=(row >= 0) & (column < width))
+        if probs is not None:
+            is_first = tl.program_id(1) == 0
+            prob = tl.load(probs + token * num_slots + slot, mask=is_first, other=0.0)
+            tl.store(row_probs + row, prob, mask=(row >= 0) & is_first)
+
+
+@triton_jit
+def _clear_kernel(
+    pairs,
+    rows,
+    row_probs,
+    width,
+    columns: tl.constexpr,
+):
+    """Zeros in a part of one row [P, h], and in its probability [P], if the row is padding."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(pairs + row) == -1:
+        column = tl.program_id(1) * columns + tl.arange(0, columns)
+        tl.store(rows + row * width + column, tl.zeros([columns], rows.dtype.element_ty), mask=column < width)
+        if row_probs is not None:
+            tl.store(row_probs + row, 0.0)
 
 
 @triton_jit
@@ -200,29 +259,24 @@ def _sum_kernel(
     slots,
     tokens,
     probs,
-    num_tokens,
     width,
     stride,
     num_slots: tl.constexpr,
     is_double: tl.constexpr,
     interpreted: tl.constexpr,
-    block: tl.constexpr,
     columns: tl.constexpr,
-) -> None:
-    """One tile of tokens [C, h] from rows [P, h]; the first column of programs also copies row probs [P] -> [C, K]."""
-    token = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+):
+    """A part of one token [C, h] from its rows [P, h]; the first part also copies row probs [P] -> [C, K]."""
+    token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
-    is_token, is_column = token < num_tokens, (column < width)[None, :]
-    total = tl.zeros([block, columns], dtype=tl.float64 if is_double else tl.float32)
+    total = tl.zeros([columns], dtype=tl.float64 if is_double else tl.float32)
     for slot in range(num_slots):
         place = token * num_slots + slot
-        row = tl.load(slots + place, mask=is_token, other=-1).to(tl.int64)
-        has_row = row >= 0
-        where = rows + row[:, None] * stride + column[None, :]
-        total += tl.load(where, mask=has_row[:, None] & is_column, other=0.0).to(total.dtype)
+        row = tl.load(slots + place).to(tl.int64)
+        values = tl.load(rows + row * stride + column, mask=(row >= 0) & (column < width), other=0.0)
+        total += values.to(total.dtype)
         if probs is not None:
             is_first = tl.program_id(1) == 0
-            prob = tl.load(row_probs + row, mask=has_row & is_first, other=0.0)
-            tl.store(probs + place, prob, mask=is_token & is_first)
-    where = tokens + token[:, None] * width + column[None, :]
-    tl.store(where, narrow(total, tokens.dtype.element_ty, interpreted), mask=is_token[:, None] & is_column)
+            prob = tl.load(row_probs + row, mask=(row >= 0) & is_first, other=0.0)
+            tl.store(probs + place, prob, mask=is_first)
+    tl.store(tokens + token * width + column, narrow(total, tokens.dtype.element_ty, interpreted), mask=column < width)

@@ -41,6 +41,11 @@ class Sizes:
     pads_empty: bool = False
     """An expert without tokens is padded too."""
 
+    @property
+    def has_padding(self) -> bool:
+        """True if some row may be padding."""
+        return self.multiple > 1 or self.pads_empty
+
 
 @dataclass(frozen=True)
 class RowLayout:
@@ -60,6 +65,9 @@ class RowLayout:
 
     has_tail: bool
     """False if all P rows belong to experts, which the host has to know."""
+
+    has_padding: bool = True
+    """False if no row is padding, which the host has to know."""
 
     @property
     def slots_per_token(self) -> int:
@@ -105,7 +113,7 @@ def reference_layout(ids: torch.Tensor, num_experts: int, sizes: Sizes, has_tail
     slots = torch.empty_like(flat).index_copy_(0, order, torch.where(rows < num_rows, rows, -1))
     pairs = torch.cat([_marks(kept, num_rows), flat.new_empty(1, dtype=torch.int32)])
     pairs = pairs.index_copy_(0, rows, order.int())[:num_rows]  # what has no row goes to the entry that is cut off
-    return RowLayout(slots.view(ids.shape).int(), pairs, kept, dropped, has_tail)
+    return RowLayout(slots.view(ids.shape).int(), pairs, kept, dropped, has_tail, sizes.has_padding)
 
 
 def _place(counts: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -143,7 +151,7 @@ def kernel_layout(ids: torch.Tensor, num_experts: int, sizes: Sizes, has_tail: b
     slots, pairs = torch.empty_like(ids, dtype=torch.int32), _marks(kept, sizes.num_rows)
     if num_tokens:
         _block_kernel[(num_blocks,)](ids, bases, slots, pairs, *shape, counts_only=False)
-    return RowLayout(slots, pairs, kept, dropped, has_tail)
+    return RowLayout(slots, pairs, kept, dropped, has_tail, sizes.has_padding)
 
 
 @triton_jit

@@ -6,8 +6,10 @@ import torch
 from megatron.core.fusions.fused_permute import (
     gather_rows,
     kernel_gather,
+    kernel_spread,
     kernel_sum,
     permute_rows,
+    spread_rows,
     sum_rows,
     unpermute_rows,
 )
@@ -76,6 +78,11 @@ def gather_job(cases, use_kernel):
     ]
 
 
+def spread_job(cases, use_kernel):
+    call = kernel_spread if use_kernel else spread_rows
+    return [call(*case) for case in cases]
+
+
 def sum_job(cases, use_kernel):
     call = kernel_sum if use_kernel else sum_rows
     return [call(rows, probs, layout.slots, dtype) for rows, probs, layout, dtype in cases]
@@ -98,6 +105,16 @@ def test_gather_kernel_is_the_plain_form(interpreted, dtype):
         cases += [(wide[:, ::2], None, layout), (wide[:, 0:1].expand(-1, 5), None, layout)]
         cases += [(wide[:1].expand(tokens, -1), None, layout)]
     assert all(torch.equal(plain, kernel) for plain, kernel in both(gather_job, cases, interpreted))
+    assert all(torch.equal(plain, kernel) for plain, kernel in both(spread_job, cases, interpreted))
+
+
+def test_spread_kernel_leaves_what_is_behind_the_last_expert(interpreted):
+    tokens, layout = normal(65, 16), row_layout(random_ids(65, 3, 5), 5, 300, 4, has_tail=True)
+    ((plain, kernel),) = both(spread_job, [(tokens, None, layout)], interpreted)
+    written = layout.pairs > -2
+    assert torch.equal(plain[written], kernel[written])
+    assert (~written).any()
+    assert (layout.pairs == -1).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -115,5 +132,6 @@ def test_wide_rows_are_cut_into_tiles(interpreted):
     layout = row_layout(IDS, 2, 3)
     cases = [(normal(3, 5000, dtype=torch.float32), None, layout)]
     assert all(torch.equal(plain, kernel) for plain, kernel in both(gather_job, cases, interpreted))
+    assert all(torch.equal(plain, kernel) for plain, kernel in both(spread_job, cases, interpreted))
     cases = [(normal(3, 5000, dtype=torch.float32), None, layout, torch.float32)]
     assert all(torch.equal(plain, kernel) for plain, kernel in both(sum_job, cases, interpreted))
