@@ -21,6 +21,8 @@ class _ParallelState:
     sizes: ParallelSizes | None = None
     groups: ProcessGroupCollection = field(default_factory=ProcessGroupCollection)
     ranks: dict[str, list[int]] = field(default_factory=dict)
+    num_chunks: int | None = None
+    """Model chunks of each pipeline rank; None without interleaving."""
 
 
 _STATE = _ParallelState()
@@ -64,7 +66,7 @@ def initialize_model_parallel(
         etp=expert_tensor_parallel_size,
         order=order,
     )
-    state = _ParallelState(sizes=sizes)
+    state = _ParallelState(sizes=sizes, num_chunks=virtual_pipeline_model_parallel_size)
     timeout = timedelta(minutes=distributed_timeout_minutes)
     # Roles in which this rank is alone share one group: nothing is ever sent in it, and made one by one they would be
     # 8 * world_size collective calls.
@@ -168,14 +170,30 @@ def get_pipeline_model_parallel_rank() -> int:
     return _group("pp").rank()
 
 
-def is_pipeline_first_stage() -> bool:
-    """True on the first pipeline stage."""
-    return get_pipeline_model_parallel_rank() == 0
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """Model chunks of each pipeline rank, None without interleaving."""
+    return _STATE.num_chunks
 
 
-def is_pipeline_last_stage() -> bool:
-    """True on the last pipeline stage."""
-    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """True on the first pipeline rank; with `ignore_virtual` False only if `vp_stage` is its first chunk."""
+    is_first_chunk = ignore_virtual or _chunk(vp_stage) == 0
+    return is_first_chunk and get_pipeline_model_parallel_rank() == 0
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """True on the last pipeline rank; with `ignore_virtual` False only if `vp_stage` is its last chunk."""
+    is_last_chunk = ignore_virtual or _chunk(vp_stage) == (_STATE.num_chunks or 1) - 1
+    return is_last_chunk and get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
+
+
+def _chunk(vp_stage: int | None) -> int:
+    """The chunk that is asked about; without interleaving there is one."""
+    if _STATE.num_chunks is None:
+        return 0
+    if vp_stage is None:
+        raise ValueError(f"vp_stage=None: each rank has {_STATE.num_chunks} chunks, say which one is meant.")
+    return vp_stage
 
 
 def get_pipeline_model_parallel_first_rank() -> int:

@@ -45,6 +45,7 @@ NAMES = {
         "get_context_parallel_world_size",
         "is_pipeline_first_stage",
         "is_pipeline_last_stage",
+        "get_virtual_pipeline_model_parallel_world_size",
         "destroy_model_parallel",
         "model_parallel_is_initialized",
     ],

@@ -42,6 +42,18 @@ def neighbours_of_pp4():
     )
 
 
+def ends_of_pp2(num_chunks):
+    """(first, last) of the rank, then of each chunk."""
+    parallel_state.initialize_model_parallel(1, 2, num_chunks)
+    ends = (parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage)
+    chunks = [None] if num_chunks is None else range(num_chunks)
+    of_chunks = [[is_end(ignore_virtual=False, vp_stage=chunk) for is_end in ends] for chunk in chunks]
+    if num_chunks is not None:
+        with pytest.raises(ValueError, match="vp_stage=None: each rank has 2 chunks"):
+            parallel_state.is_pipeline_first_stage(ignore_virtual=False)
+    return [is_end() for is_end in ends], of_chunks
+
+
 def timeouts_of_all_groups():
     parallel_state.initialize_model_parallel(distributed_timeout_minutes=17 / 60)
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -97,6 +109,13 @@ def test_pipeline_neighbours_wrap_around(pool):
         (1, 3, False, False),
         (2, 0, True, False),
     ]
+
+
+def test_chunks_know_whether_they_are_the_ends_of_the_model(pool):
+    first, last = pool.run(ends_of_pp2, 2)
+    assert first == ([True, False], [[True, False], [False, False]])
+    assert last == ([False, True], [[False, False], [False, True]])
+    assert pool.run(ends_of_pp2, None) == [([True, False], [[True, False]]), ([False, True], [[False, True]])]
 
 
 def test_every_group_has_the_given_timeout(pool):

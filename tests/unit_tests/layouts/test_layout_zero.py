@@ -96,7 +96,7 @@ def train(training, is_sharded, overlap_grad_reduce, overlap_param_gather):
     """Weights, gradients and states by name after the last step, what steps returned, collectives, late gathers."""
     parallel_state.initialize_model_parallel(expert_model_parallel_size=training.ep)
     layout = Layout(ep=training.ep, dtype=training.dtype, is_grouped=training.is_grouped)
-    config = make_case(bf16=training.dtype == torch.bfloat16).config(layout)
+    config = make_case().config(layout)
     config.finalize_model_grads_func = finalize_model_grads
     model = GPTModel(config, get_gpt_decoder_block_spec(config), VOCAB_SIZE, SEQ_LENGTH)
     ddp_config = DistributedDataParallelConfig(

@@ -54,6 +54,54 @@ def test_an_output_lives_until_its_send_has_finished_and_no_longer(pool):
     assert at_end == [False, False, False]
 
 
+class HandleOfNothing:
+    """Stands in for the handle of a backend that does not keep the tensor; notes when it is waited for."""
+
+    def __init__(self, number, storage, journal):
+        self.number, self.storage, self.journal = number, storage, journal
+
+    def wait(self):
+        assert self.storage() is not None, f"output {self.number} was freed before its send had finished"
+        self.journal.append(f"waited {self.number}")
+
+
+def journal_of_three_sends(monkeypatch, is_overlapped):
+    """What happens to outputs that only the mailbox holds."""
+    journal = []
+
+    def isend(tensor, group, group_dst):
+        name = int(tensor[0, 0, 0])
+        storage = tensor.untyped_storage()
+        weakref.finalize(storage, journal.append, f"freed {name}")
+        journal.append(f"sent {name}")
+        return HandleOfNothing(name, weakref.ref(storage), journal)
+
+    monkeypatch.setattr(dist, "isend", isend)
+    form = MessageFormat((2, 1, 3), torch.float64, torch.device("cpu"), is_overlapped, is_batched=False)
+    mailbox = Mailbox(None, form)
+    for i in range(3):
+        mailbox.post([send(i)], lambda key: number(key[2]))
+        journal.append("computed")
+    mailbox.close()
+    return journal
+
+
+def test_the_mailbox_itself_keeps_an_output_until_its_send_was_waited_for(monkeypatch):
+    """Handles of NCCL keep no tensor, those of gloo do and would hide it."""
+    assert journal_of_three_sends(monkeypatch, is_overlapped=True) == (
+        ["sent 0", "computed", "waited 0", "freed 0"]
+        + ["sent 1", "computed", "waited 1", "freed 1"]
+        + ["sent 2", "computed", "waited 2", "freed 2"]
+    )
+
+
+def test_without_overlap_a_send_is_waited_for_at_once(monkeypatch):
+    journal = journal_of_three_sends(monkeypatch, is_overlapped=False)
+    assert [event for event in journal if "freed" not in event] == [
+        event for i in range(3) for event in (f"sent {i}", f"waited {i}", "computed")
+    ]
+
+
 def exchange(is_overlapped, is_batched):
     """Both ranks send and receive in one go."""
     mailbox, rank = make_mailbox(is_overlapped, is_batched), dist.get_rank()
