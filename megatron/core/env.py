@@ -57,6 +57,11 @@ def restart_count() -> int:
     return _integer("TORCHELASTIC_RESTART_COUNT", 0) or 0
 
 
+def device_max_connections() -> int | None:
+    """CUDA_DEVICE_MAX_CONNECTIONS: hardware queues that a device's streams share; None leaves it to the driver."""
+    return _integer("CUDA_DEVICE_MAX_CONNECTIONS", None)
+
+
 def nccl_algo() -> str | None:
     """NCCL_ALGO: collective algorithms; deterministic mode allows some of them."""
     return _text("NCCL_ALGO")

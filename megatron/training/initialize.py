@@ -43,6 +43,7 @@ def initialize_megatron(args: argparse.Namespace) -> torch.device:
     device = choose_device(args.device)
     choose_kernels(args)
     init_distributed(args, device)
+    warn_about_queues(args, device)
     pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     init_num_microbatches_calculator(
         get_rank(),
@@ -64,6 +65,16 @@ def initialize_megatron(args: argparse.Namespace) -> torch.device:
     build_writers(args)
     log_single_rank(logger, logging.INFO, f"device: {device}, world size: {dist.get_world_size()}")
     return device
+
+
+def warn_about_queues(args: argparse.Namespace, device: torch.device) -> None:
+    """Say if two streams would wait in one queue, so that what should overlap runs in the order of its launch."""
+    if args.overlap_moe_expert_parallel_comm and device.type == "cuda" and env.device_max_connections() == 1:
+        message = (
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 with overlap_moe_expert_parallel_comm=True: all streams share one queue and "
+            "little communication is hidden; set CUDA_DEVICE_MAX_CONNECTIONS=32 (--log-overlap shows the difference)."
+        )
+        log_single_rank(logger, logging.WARNING, message)
 
 
 def derive_lengths(args: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """Initialisation: lengths that follow from samples, timeouts of every group, a clean end."""
 
 import argparse
+import logging
 import re
 
 import pytest
@@ -13,7 +14,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import global_vars, initialize
 from megatron.training.arguments import parse_args
-from megatron.training.initialize import derive_lengths, initialize_megatron, shut_down
+from megatron.training.initialize import derive_lengths, initialize_megatron, shut_down, warn_about_queues
 
 FLAGS = (
     "--device cpu --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 4 --max-position-embeddings 4 "
@@ -99,3 +100,15 @@ def test_kernels_are_chosen_by_the_flags():
     finally:
         torch.use_deterministic_algorithms(False)
         matmul.allow_bf16_reduced_precision_reduction = before
+
+
+@pytest.mark.parametrize(
+    ("connections", "device", "is_on", "warns"),
+    [("1", "cuda", True, True), ("32", "cuda", True, False), ("1", "cpu", True, False), ("1", "cuda", False, False)],
+)
+def test_one_queue_for_all_streams_is_warned_about(connections, device, is_on, warns, monkeypatch, caplog):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
+    args = argparse.Namespace(overlap_moe_expert_parallel_comm=is_on)
+    warn_about_queues(args, torch.device(device))
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS=1 with" in caplog.text) == warns
