@@ -52,6 +52,7 @@ DISPATCH = "tests/gpu_tests/test_dispatch_benchmark.py"
 OVERLAP = "tests/gpu_tests/test_overlap.py"
 STREAM_CHECK = "tests/gpu_tests/test_stream_check.py"
 GRAPH = "tests/gpu_tests/test_full_iteration_graph.py"
+STEP = "tests/gpu_tests/test_step_benchmark.py"
 OWN_PARTS = (
     STREAM_CHECK,
     OVERLAP,
@@ -95,6 +96,10 @@ PARTS = (
     Part("graph", (GRAPH, "-k", "repeatable or hundred and 0.1"), 120),
     Part("graph-overflow", (GRAPH, "-k", "overflows_and or skipped or resume"), 120),
     Part("graph-figures", (GRAPH, "-k", "larger"), 120),
+    Part("step-A", (f"{STEP}::test_captured_step_is_timed[A]",), 120),
+    Part("step-C", (f"{STEP}::test_captured_step_is_timed[C]",), 120),
+    Part("step-A-rows", (f"{STEP}::test_captured_steps_are_timed_beside_eager_ones[A]",), 300),
+    Part("step-C-rows", (f"{STEP}::test_captured_steps_are_timed_beside_eager_ones[C]",), 300),
     Part("graph-2", (GRAPH, "-k", "two_gpus or ends_by"), 240, num_gpus=2),
     Part("unit", ("tests/gpu_tests", *(word for path in OWN_PARTS for word in ("--ignore", path))), 240),
     Part("graph-plain", (GRAPH, "-k", "hundred and not 0.1"), 120),

@@ -68,6 +68,10 @@ class TrainingLog(Callback):
                 emit(memory_report(run.device), rank=LOG_RANK)
             self._is_first = False
 
+    def on_train_end(self, run: TrainingRun) -> None:
+        if run.device.type == "cuda":
+            emit(memory_report(run.device), rank=LOG_RANK)
+
     def _take_router_figures(self, run: TrainingRun) -> dict[str, float]:
         """Reduce what the routers collected since the last call, add it to the interval and return it."""
         means = MoEMetrics(run.model).reduce_and_reset(self._unreported_microbatches, run.pg_collection)
@@ -161,7 +165,7 @@ def _write_step(run: TrainingRun, result: StepResult, router_figures: Mapping[st
 
 
 def memory_report(device: torch.device) -> str:
-    """What the allocator holds after the first step, to be compared with the estimate printed at start."""
+    """What the allocator holds: after the first step, to compare with the estimate printed at start, and at the end."""
     parts = ("allocated", torch.cuda.memory_allocated), ("max allocated", torch.cuda.max_memory_allocated)
     parts += ("reserved", torch.cuda.memory_reserved), ("max reserved", torch.cuda.max_memory_reserved)
     text = " | ".join(f"{name}: {read(device) / MEBIBYTE:.1f}" for name, read in parts)

@@ -1,0 +1,27 @@
+"""Whole steps of the model slices on a GPU, timed; the tables are printed, the result files go to $OUT or the evidence."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.benchmark import step
+from tools.benchmark.result import ROOT
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+FOLDER = Path(os.environ.get("OUT", ROOT / "docs" / "evidence" / "benchmarks"))
+
+
+@pytest.mark.parametrize("name", step.SLICES)
+def test_captured_step_is_timed(name):
+    assert step.main(["--slice", name, "--variants", "graph", "--folder", str(FOLDER)]) == 0
+
+
+@pytest.mark.parametrize("name", step.SLICES)
+def test_captured_steps_are_timed_beside_eager_ones(name):
+    rows = ["eager", "graph", "drop-pad"]
+    assert step.main(["--slice", name, "--variants", *rows, "--folder", str(FOLDER)]) == 0

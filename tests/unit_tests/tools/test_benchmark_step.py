@@ -1,0 +1,60 @@
+"""The step benchmark: slices are launch lines that parse, and a row counts only if it is honest."""
+
+import shlex
+
+import pytest
+
+from megatron.training.arguments import parse_args
+from tools.benchmark.result import ROOT
+from tools.benchmark.step import SLICES, VARIANTS, judge, read_row
+
+LINE = (
+    " [2031-05-04 09:08:07.123456] iteration {step:8d}/      24 | consumed samples:  32 | elapsed time per iteration "
+    "(ms): {ms:.1f} | throughput per GPU (TFLOP/s/GPU): {tflops:.1f} | lm loss: {loss:.6E} | row overflows: {over} |\n"
+)
+PEAK = "[Rank 0] memory (MB) | allocated: 1.0 | max allocated: 70000.0 | reserved: 2.0 | max reserved: 80000.0\n"
+
+
+def log_of(overflow_at=0, loss=5.0):
+    times = {1: 900.0, 2: 800.0, 3: 3000.0}
+    lines = [
+        LINE.format(step=step, ms=times.get(step, 100.0 + step), tflops=300.0, loss=loss, over=int(step == overflow_at))
+        for step in range(1, 25)
+    ]
+    return "".join(lines) + PEAK
+
+
+def test_warm_up_and_capture_are_not_timed():
+    row = read_row(log_of())
+    assert len(row["raw_ms"]) == 21
+    assert row["step_ms"] == 114.0
+    assert (row["peak_allocated_mb"], row["peak_reserved_mb"]) == (70000.0, 80000.0)
+    assert len(row["losses"]) == 24
+
+
+@pytest.mark.parametrize(
+    ("log", "verdict"),
+    [
+        (log_of(), "counts"),
+        (log_of(overflow_at=9), "timed steps were repeated"),
+        (log_of(overflow_at=2), "counts"),
+        (log_of(loss=5.2), "losses differ from the eager run by 4.0e-02"),
+        (log_of(loss=float("nan")), "a loss is not finite"),
+    ],
+    ids=["good", "repeated", "repeated-before", "other-loss", "nan"],
+)
+def test_row_counts_only_if_it_is_honest(log, verdict):
+    assert judge(read_row(log), read_row(log_of())) == verdict
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_launch_line_parses_with_every_variant(name, monkeypatch):
+    text = (ROOT / "tools" / "benchmark" / "slices" / f"{name}.sh").read_text(encoding="utf-8")
+    flags = text[text.index("pretrain_gpt.py") :].split(maxsplit=1)[1].replace("\\\n", " ")
+    flags = (
+        flags.replace('"$GPUS"', "1").replace("$((6 * GPUS))", "6").replace("$((3 * GPUS))", "3").replace('"$@"', "")
+    )
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for variant in VARIANTS.values():
+        args = parse_args([*shlex.split(flags), *shlex.split(variant)])
+        assert args.moe_router_force_load_balancing

@@ -1,0 +1,140 @@
+"""Time of a training step of a model slice, optimizer included.
+
+    python tools/benchmark/step.py --slice A                         eager and captured, on one GPU
+    python tools/benchmark/step.py --slice C --variants drop-pad     one row; --gpus 2 for two GPUs
+
+A slice is a launch file in tools/benchmark/slices; a variant adds flags to it. Every row is a run of its own: two eager
+steps, from the third on what the variant asks for; the steps after that are timed by the training log. Rows are written
+one by one to step-<slice>-<gpus>gpu.json in docs/evidence/benchmarks or --folder: raw times, losses, overflows, peak
+memory, clocks, and what the result depends on. A row counts only if no timed step was repeated and its losses are
+finite and within 1 % of those of the eager run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.benchmark.result import ROOT, write_result
+from tools.run_metrics import parse_log
+
+SLICES = ("A", "C")
+REFERENCE = "eager"
+GRAPH = "--cuda-graph-impl full_iteration"
+VARIANTS = {
+    REFERENCE: "",
+    "graph": GRAPH,
+    "budget": f"{GRAPH} --moe-expert-rank-capacity-factor 1.1",
+    "drop-pad": f"{GRAPH} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
+}
+"""Name of a row -> flags; the first is the one that others are compared with."""
+FIRST_TIMED_STEP = 4
+LIMIT_SECONDS = 240
+LOSS_TOLERANCE = 1e-2
+_PEAK = re.compile(r"memory \(MB\) .*max allocated: ([\d.]+) .*max reserved: ([\d.]+)")
+
+
+def launch(slice_name: str, flags: str, gpus: int) -> tuple[list[str], str, float, int]:
+    """Run a slice; returns its command, its log, the seconds that it took and its exit code."""
+    words = ["bash", str(ROOT / "tools" / "benchmark" / "slices" / f"{slice_name}.sh"), *shlex.split(flags)]
+    environment = {**os.environ, "GPUS": str(gpus), "PYTHON": sys.executable}
+    begin = time.monotonic()
+    done = subprocess.run(
+        words,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+    return words, done.stdout, time.monotonic() - begin, done.returncode
+
+
+def clocks() -> str:
+    """SM and memory clocks after a run, as the driver tells them."""
+    question = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader"]
+    try:
+        return subprocess.run(question, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def read_row(log: str) -> dict[str, Any]:
+    """The figures of a run from its log."""
+    metrics = parse_log(log)
+    timed = [step for step in sorted(metrics["lm loss"]) if step >= FIRST_TIMED_STEP]
+    raw = [metrics["elapsed time per iteration (ms)"][step] for step in timed]
+    flops = [metrics["throughput per GPU (TFLOP/s/GPU)"][step] for step in timed]
+    peaks = [tuple(map(float, match)) for match in _PEAK.findall(log)]
+    overflows = metrics.get("row overflows", {})
+    return {
+        "step_ms": statistics.median(raw),
+        "tflops_per_gpu": statistics.median(flops),
+        "raw_ms": raw,
+        "losses": list(metrics["lm loss"].values()),
+        "overflows_in_timed_steps": sum(overflows.get(step, 0) for step in timed),
+        "peak_allocated_mb": max((peak[0] for peak in peaks), default=None),
+        "peak_reserved_mb": max((peak[1] for peak in peaks), default=None),
+        "counters": next((line for line in log.splitlines() if "counters:" in line), ""),
+        "clocks": clocks(),
+    }
+
+
+def judge(row: dict[str, Any], reference: dict[str, Any] | None) -> str:
+    """Why a row does not count; "counts" if it does."""
+    if not all(math.isfinite(loss) for loss in row["losses"]):
+        return "a loss is not finite"
+    if row["overflows_in_timed_steps"]:
+        return "timed steps were repeated"
+    if reference is None:
+        return "counts, without an eager run beside it"
+    pairs = zip(row["losses"], reference["losses"], strict=False)
+    worst = max(abs(a - b) / abs(b) for a, b in pairs)
+    return "counts" if worst <= LOSS_TOLERANCE else f"losses differ from the eager run by {worst:.1e}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the rows; returns 1 if one failed or does not count."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slice", choices=SLICES, required=True)
+    parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=[REFERENCE, "graph"])
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--flags", default="", help="added to every row")
+    parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "evidence" / "benchmarks")
+    args = parser.parse_args(argv)
+    rows: list[dict[str, Any]] = []
+    is_good = True
+    for variant in args.variants:
+        command, log, seconds, code = launch(args.slice, f"{VARIANTS[variant]} {args.flags}", args.gpus)
+        row: dict[str, Any] = {"slice": args.slice, "precision": "bf16", "variant": variant, "gpus": args.gpus}
+        row |= {"command": shlex.join(command), "seconds": seconds, "exit_code": code}
+        if code == 0:
+            row |= read_row(log)
+            eager = next((known for known in rows if known["variant"] == REFERENCE and "losses" in known), None)
+            row["verdict"] = judge(row, eager)
+        else:
+            row["verdict"] = f"exit code {code}"
+            row["log"] = log[-3000:]
+            print(log[-3000:])
+        rows.append(row)
+        is_good &= row["verdict"].startswith("counts")
+        shown = ("step_ms", "tflops_per_gpu", "peak_allocated_mb", "peak_reserved_mb", "seconds", "verdict")
+        print(f"{args.slice} {variant}: " + ", ".join(f"{key} {row[key]}" for key in shown if key in row), flush=True)
+        write_result(args.folder / f"step-{args.slice}-{args.gpus}gpu.json", {"rows": rows})
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
