@@ -66,6 +66,7 @@ OWN_PARTS = (
     DISPATCH,
     PERMUTE,
     GRAPH,
+    STEP,
     FP8,
 )
 """Files that `unit` leaves to parts of their own."""

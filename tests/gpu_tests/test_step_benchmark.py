@@ -1,4 +1,4 @@
-"""Whole steps of the model slices on a GPU, timed; the tables are printed, the result files go to $OUT or the evidence."""
+"""Whole steps of the model slices on a GPU, timed; tables are printed, result files go to $OUT or the evidence."""
 
 import os
 from pathlib import Path

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 import shlex
 import statistics
@@ -47,12 +46,11 @@ _PEAK = re.compile(r"memory \(MB\) .*max allocated: ([\d.]+) .*max reserved: ([\
 
 def launch(slice_name: str, flags: str, gpus: int) -> tuple[list[str], str, float, int]:
     """Run a slice; returns its command, its log, the seconds that it took and its exit code."""
-    words = ["bash", str(ROOT / "tools" / "benchmark" / "slices" / f"{slice_name}.sh"), *shlex.split(flags)]
-    environment = {**os.environ, "GPUS": str(gpus), "PYTHON": sys.executable}
+    file = ROOT / "tools" / "benchmark" / "slices" / f"{slice_name}.sh"
+    words = ["env", f"GPUS={gpus}", f"PYTHON={sys.executable}", "bash", str(file), *shlex.split(flags)]
     begin = time.monotonic()
     done = subprocess.run(
         words,
-        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
