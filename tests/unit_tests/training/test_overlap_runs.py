@@ -5,7 +5,9 @@ import os
 import sys
 from pathlib import Path
 
-from tests.common.forked_run import free_port, start_ranks, wait_ranks
+import pytest
+
+from tests.common.forked_run import DEADLINE_S, free_port, start_ranks, wait_ranks
 
 MODEL = (
     "--device cpu --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
@@ -34,9 +36,10 @@ def run_all(ports: list[int]) -> int:
     return 0
 
 
+@pytest.mark.timeout(200)
 def test_overlap_and_delayed_weight_gradients_train_the_same_bits(tmp_path: Path):
     body = functools.partial(run_all, [free_port() for _ in VARIANTS])
-    ranks = wait_ranks(start_ranks(2, body, tmp_path), tmp_path)
+    ranks = wait_ranks(start_ranks(2, body, tmp_path), tmp_path, DEADLINE_S * len(VARIANTS))
     assert [rank.status for rank in ranks] == [0, 0], ranks[0].output[-3000:] + ranks[1].output[-3000:]
     hashes = ranks[1].hashes()
     assert len(hashes) == 9
