@@ -47,7 +47,11 @@ def test_run_is_silent(pool, flags):
 
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1")
 EP2 = ("--expert-model-parallel-size", "2")
+SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules")
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 LAYOUTS = {
+    "recompute, selective": ((*DELAYED, *SELECTIVE, "core_attn", "moe_act", "layernorm"), 2),
+    "recompute, full": ((*DELAYED, *FULL), 2),
     "FP8": ((*DELAYED, *HYBRIDEP, *FP8), 2),
     "FP8, first and last layers in bf16": ((*DELAYED, *HYBRIDEP, *FP8, "--first-last-layers-bf16"), 2),
     "row budget": ((*DELAYED, *HYBRIDEP, "--moe-expert-rank-capacity-factor", "1.5"), 2),
