@@ -53,6 +53,7 @@ class CheckpointWriter:
         self.root = Path(args.save)
         self.retain_interval = args.save_retain_interval
         self.is_async = args.async_save
+        self.is_fully_parallel = args.ckpt_fully_parallel_save
         self._folder: paths.SaveFolder | None = None
         self._progress = ProgressFile(self.root) if args.log_progress else None
         self._pending: tuple[PendingSave, int, str] | None = None
@@ -72,7 +73,13 @@ class CheckpointWriter:
         iteration = run.state.iteration
         on_first_rank(lambda: paths.withdraw(self.root, iteration))
         folder = paths.checkpoint_folder(self.root, iteration)
-        pending = PendingSave(folder, state.saved_tensors(run), state.common_state(run), asynchronous=self.is_async)
+        pending = PendingSave(
+            folder,
+            state.saved_tensors(run),
+            state.common_state(run),
+            asynchronous=self.is_async,
+            fully_parallel=self.is_fully_parallel,
+        )
         line = "" if self._progress is None else self._progress.line("saved checkpoint", run)
         self._pending = (pending, iteration, line)
         if not self.is_async:
@@ -158,6 +165,7 @@ def load_checkpoint(run: TrainingRun) -> Callable[[], None]:
         tensors,
         Strictness(args.dist_ckpt_strictness),
         ignored=state.ignored_keys(foreign=source.weights_only, optimizer=not with_optimizer),
+        fully_parallel=args.ckpt_fully_parallel_load,
     )
     if common is not None:
         state.restore_counters(run, common)

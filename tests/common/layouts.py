@@ -186,8 +186,8 @@ def join_ranks(ranks: Sequence[RankStep]) -> StepResult:
     sums = torch.stack([rank.loss_sums for rank in ranks]).sum(0)
     return StepResult(
         loss=float(sums[0] / sums[1]),
-        grads=_join("gradient", [rank.grads for rank in ranks]),
-        params=_join("parameter", [rank.params for rank in ranks]),
+        grads=join_shards("gradient", [rank.grads for rank in ranks]),
+        params=join_shards("parameter", [rank.params for rank in ranks]),
         aux=ranks[0].aux,
         routing_maps=maps,
         tokens_per_expert={layer: routing_map.sum(0) for layer, routing_map in maps.items()},
@@ -198,7 +198,7 @@ def join_ranks(ranks: Sequence[RankStep]) -> StepResult:
     )
 
 
-def _join(kind: str, shards: Sequence[dict[str, tuple[torch.Tensor, Any, int]]]) -> dict[str, torch.Tensor]:
+def join_shards(kind: str, shards: Sequence[dict[str, tuple[torch.Tensor, Any, int]]]) -> dict[str, torch.Tensor]:
     """{name: full tensor} from every rank's local ones."""
     found: dict[str, dict[int, tuple[int, torch.Tensor, int, int]]] = {}
     for rank, local in enumerate(shards):
@@ -251,13 +251,13 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
     with ExitStack() as stack:
         forced = [stack.enter_context(forced_routing(model, plan)) for model in models] if plan is not None else []
         for step in range(steps):
-            blocks = _blocks_of_rank(batch, layout)
+            blocks = blocks_of_rank(batch, layout)
             ids = [shard_token_ids(block, batch.tokens.shape[1], layout) for block in blocks]
             hooks = [] if step else _record_routing(routers, ids, result.routing_maps)
             with CollectiveLog() as log:
                 work = list(zip(blocks, ids, strict=True))
-                sums = _run_microbatches(chunks, batch, work, forced, layout.delays_wgrad and not layout.overlap)
-                grads = {s.name: _shard(s.param, s.tensors["main_grad"]) for s in optimizer.whole_state()}
+                sums = run_microbatches(chunks, batch, work, forced, layout.delays_wgrad and not layout.overlap)
+                grads = {s.name: shard_of(s.param, s.tensors["main_grad"]) for s in optimizer.whole_state()}
                 _, norm, _ = optimizer.step()
             for hook in hooks:
                 hook.remove()
@@ -267,7 +267,7 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
                 result.aux = {kind: logged[label] for kind, label in LOSS_LABELS.items() if label in logged}
     for chunk in chunks:
         chunk.finish_param_sync()
-        result.params |= {n: _shard(p, p.detach()) for n, p in named_global_parameters(chunk)}
+        result.params |= {n: shard_of(p, p.detach()) for n, p in named_global_parameters(chunk)}
     result.expert_bias = {layer: r.expert_bias for layer, r in routers.items() if r.expert_bias is not None}
     return result
 
@@ -294,7 +294,7 @@ def _choose_schedule(config: TransformerConfig, layout: Layout) -> Counter[str]:
     return counters
 
 
-def _blocks_of_rank(batch: Batch, layout: Layout) -> list[list[int]]:
+def blocks_of_rank(batch: Batch, layout: Layout) -> list[list[int]]:
     """Sample numbers of each microbatch of this rank."""
     size = layout.micro_batch_size
     num_microbatches, rest = divmod(len(batch.tokens), size * layout.dp)
@@ -340,7 +340,7 @@ def _record_routing(routers, ids_of_blocks, into) -> list[Any]:
     return hooks
 
 
-def _run_microbatches(chunks, batch, blocks, forced, delays_wgrad) -> torch.Tensor:
+def run_microbatches(chunks, batch, blocks, forced, delays_wgrad) -> torch.Tensor:
     """Clear the gradients, run all microbatches, finalise; returns [loss sum, tokens] of this rank.
 
     A block is the samples of a microbatch and the global ids of the tokens that this rank routes. Delayed weight
@@ -421,7 +421,7 @@ def load_weights(model: torch.nn.Module | Sequence[torch.nn.Module], weights: Ma
     assert not unused, f"weights that no rank uses: {sorted(unused)}"
 
 
-def _shard(param: torch.nn.Parameter, tensor: torch.Tensor) -> tuple[torch.Tensor, Any, int]:
+def shard_of(param: torch.nn.Parameter, tensor: torch.Tensor) -> tuple[torch.Tensor, Any, int]:
     """A local tensor with what is needed to put it back: (dim, parts that are cut one by one, rank of the cut)."""
     attrs = param_attrs(param)
     full = attrs.full_shape or tuple(param.shape)

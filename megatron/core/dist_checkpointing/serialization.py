@@ -16,23 +16,27 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.durable import sync_folder, write_json
+from megatron.core.dist_checkpointing.strategies.fully_parallel import assign_readers, exchange, place_of
 from megatron.core.dist_checkpointing.strategies.planners import ShardedLoadPlanner, ShardedSavePlanner
 from megatron.core.dist_checkpointing.strategies.safe_metadata import METADATA_FILE, SafeFileSystemReader
-from megatron.core.dist_checkpointing.validation import Strictness, check_fit
+from megatron.core.dist_checkpointing.validation import Strictness, check_fit, wanted_keys
 from megatron.core.errors import CheckpointError
 from megatron.core.utils.collectives import all_gather_object, gather_object, scatter_object, world_group
+
+T = TypeVar("T")
 
 COMPLETE_FILE = "metadata.json"
 COMMON_FILE = "common.json"
@@ -85,8 +89,11 @@ class PendingSave:
         common: dict[str, Any],
         group: dist.ProcessGroup | None = None,
         asynchronous: bool = False,
+        fully_parallel: bool = True,
     ) -> None:
         """Phase 1. `group` needs a CPU backend; None is the default group.
+
+        Boxes that several ranks hold are spread over them, or, not `fully_parallel`, written by the lowest of them.
 
         Raises: CheckpointError if the folder cannot be made, or two ranks give different boxes of one key.
         """
@@ -96,7 +103,7 @@ class PendingSave:
         self.results: list[WriteResult] = []
         self._prepare_folder()
         self.writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-        self.planner = ShardedSavePlanner(tensors)
+        self.planner = ShardedSavePlanner(tensors, to_lowest_rank=not fully_parallel)
         self.planner.set_up_planner({}, is_coordinator=self.rank == 0)
         plan = self._share_plans(self.writer.prepare_local_plan(self.planner.create_local_plan()))
         self._keep_only(plan, stage=asynchronous)
@@ -208,21 +215,51 @@ def load(
     strictness: Strictness = Strictness.RAISE_ALL,
     ignored: re.Pattern[str] | None = None,
     group: dist.ProcessGroup | None = None,
+    fully_parallel: bool = False,
 ) -> None:
-    """Fill `tensors` in place from the files of any layout.
+    """Fill `tensors` in place from the files of any layout. All ranks load together.
 
-    Raises: CheckpointError listing all differences, or naming a damaged file.
+    By itself each rank reads every stored box that it wants a part of. With `fully_parallel` each box is read by one
+    rank, and the others get their parts from it (`strategies.fully_parallel`): the same values.
+
+    Raises: CheckpointError on all ranks, listing all differences or naming a damaged file.
     """
     reader = SafeFileSystemReader(folder)
-    metadata = reader.read_metadata()
-    wanted = set().union(*_gather({tensor.key for tensor in tensors}, group))
-    fitting = check_fit(tensors, metadata, strictness, wanted, ignored)
-    planner = ShardedLoadPlanner(fitting, metadata)
+    metadata = _together(reader.read_metadata, group)
+    by_rank = _gather(wanted_keys(tensors), group)
+    check_fit({key: want for keys in by_rank for key, want in keys.items()}, metadata, strictness, ignored)
+    fitting = [tensor for tensor in tensors if tensor.key in metadata.state_dict_metadata]
     reader.set_up_storage_reader(metadata, is_coordinator=False)
+
+    def read(boxes: Sequence[ShardedTensor]) -> None:
+        _together(lambda: _read(reader, boxes, metadata), group)
+
+    if fully_parallel:
+        wanted = _gather([place_of(tensor) for tensor in fitting], group)
+        exchange(assign_readers(wanted, metadata), fitting, read, group or world_group())
+    else:
+        read(fitting)
+
+
+def _read(reader: SafeFileSystemReader, tensors: Sequence[ShardedTensor], metadata: Metadata) -> None:
+    planner = ShardedLoadPlanner(tensors, metadata)
     try:
         reader.read_data(planner.create_local_plan(), planner).wait()
     except (OSError, RuntimeError, EOFError, KeyError) as err:
-        raise CheckpointError(f"{folder}: tensor data cannot be read ({err}); load an earlier iteration") from err
+        raise CheckpointError(f"{reader.path}: tensor data cannot be read ({err}); load an earlier iteration") from err
+
+
+def _together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Run `action` on every rank; where one raises CheckpointError all do, so that none waits for another."""
+    result, error = None, None
+    try:
+        result = action()
+    except CheckpointError as err:
+        error = str(err)
+    errors = _gather(error, group)
+    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]:
+        raise CheckpointError(errors[0] if len(set(errors)) == 1 and errors[0] else "; ".join(failed))
+    return cast(T, result)
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

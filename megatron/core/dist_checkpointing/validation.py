@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -35,45 +36,57 @@ def _listing(title: str, lines: Sequence[str]) -> str:
     return f"  {title} ({len(lines)}):\n{shown}{more}"
 
 
-def _fits(stored: tuple[int, ...], tensor: ShardedTensor) -> bool:
+@dataclass(frozen=True)
+class Wanted:
+    """What some rank wants of one key."""
+
+    global_shape: tuple[int, ...]
+    num_needed_rows: int | None
+    """see `ShardedTensor`"""
+
+
+def wanted_keys(tensors: Iterable[ShardedTensor]) -> dict[str, Wanted]:
+    """What a rank wants, by key."""
+    return {tensor.key: Wanted(tensor.global_shape, tensor.num_needed_rows) for tensor in tensors}
+
+
+def _fits(stored: tuple[int, ...], wanted: Wanted) -> bool:
     """Equal shapes; a tensor with filler may differ in its number of rows."""
-    if tensor.num_needed_rows is None or not stored:
-        return stored == tensor.global_shape
-    return stored[0] >= tensor.num_needed_rows and stored[1:] == tensor.global_shape[1:]
+    if wanted.num_needed_rows is None or not stored:
+        return stored == wanted.global_shape
+    return stored[0] >= wanted.num_needed_rows and stored[1:] == wanted.global_shape[1:]
 
 
-def _shape_errors(tensors: Iterable[ShardedTensor], metadata: Metadata) -> list[str]:
+def _shape_errors(wanted: Mapping[str, Wanted], metadata: Metadata) -> list[str]:
     errors = []
-    for tensor in {t.key: t for t in tensors}.values():
-        stored = metadata.state_dict_metadata.get(tensor.key)
+    for key, want in wanted.items():
+        stored = metadata.state_dict_metadata.get(key)
         if stored is None:
             continue
         if not isinstance(stored, TensorStorageMetadata):
-            errors.append(f"{tensor.key}: stored as bytes, the model has a tensor of {list(tensor.global_shape)}")
-        elif not _fits(tuple(stored.size), tensor):
-            errors.append(f"{tensor.key}: stored {list(stored.size)}, the model has {list(tensor.global_shape)}")
+            errors.append(f"{key}: stored as bytes, the model has a tensor of {list(want.global_shape)}")
+        elif not _fits(tuple(stored.size), want):
+            errors.append(f"{key}: stored {list(stored.size)}, the model has {list(want.global_shape)}")
     return errors
 
 
 def check_fit(
-    tensors: Sequence[ShardedTensor],
+    wanted: Mapping[str, Wanted],
     metadata: Metadata,
     strictness: Strictness,
-    wanted_anywhere: set[str],
     ignored: re.Pattern[str] | None = None,
-) -> list[ShardedTensor]:
-    """Return the tensors to read; refuse files that do not fit.
+) -> None:
+    """Refuse files that do not fit what all ranks together want, on every rank with the same text.
 
-    `wanted_anywhere` holds the keys of all ranks: a key of another pipeline stage is not unexpected. Keys that
-    `ignored` matches may be in the files without being asked for (a skipped optimizer, say).
+    Keys that `ignored` matches may be in the files without being asked for (a skipped optimizer, say).
 
     Raises: CheckpointError with all shape differences, and with missing or unexpected keys as `strictness` says.
     """
     stored = set(metadata.state_dict_metadata)
-    missing = sorted({tensor.key for tensor in tensors} - stored)
-    unexpected = sorted(key for key in stored - wanted_anywhere if not (ignored and ignored.fullmatch(key)))
+    missing = sorted(set(wanted) - stored)
+    unexpected = sorted(key for key in stored - set(wanted) if not (ignored and ignored.fullmatch(key)))
     failures, notes = [], []
-    if shapes := _shape_errors(tensors, metadata):
+    if shapes := _shape_errors(wanted, metadata):
         failures.append(_listing("different shapes", shapes))
     if missing:
         target = failures if strictness in _RAISES_ON_MISSING else notes
@@ -86,8 +99,8 @@ def check_fit(
             "the checkpoint does not fit this model:\n"
             + "\n".join(failures)
             + "\n  use the flags the run was saved with (--use-checkpoint-args takes them from the checkpoint), "
-            "or leave parts out: --no-load-optim skips the optimizer, --finetune all but the weights"
+            "or leave parts out: --no-load-optim skips the optimizer, --finetune all but the weights; "
+            "--dist-ckpt-strictness log_all goes on with the keys that both have"
         )
     if notes and strictness in (Strictness.LOG_ALL, Strictness.LOG_UNEXPECTED):
         get_logger(__name__).warning("checkpoint and model differ:\n%s", "\n".join(notes))
-    return [tensor for tensor in tensors if tensor.key in stored]

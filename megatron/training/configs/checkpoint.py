@@ -23,6 +23,12 @@ class CheckpointConfig(ConfigTopic):
     async_save: bool = False
     """Write in the background; the run goes on once its state is copied."""
 
+    ckpt_fully_parallel_save: bool = knob(True, flag="--no-ckpt-fully-parallel-save")
+    """Let the lowest of the ranks that hold the same values write them, instead of spreading the bytes over all."""
+
+    ckpt_fully_parallel_load: bool = False
+    """Read each part of the files on one rank only and exchange it, instead of on every rank that needs it."""
+
     log_progress: bool = False
     """Add a line to progress.txt in the folder of --save at the start and after each save."""
 

@@ -35,10 +35,12 @@ def _chunk(tensor: ShardedTensor) -> ChunkStorageMetadata:
 
 
 class ShardedSavePlanner(DefaultSavePlanner):
-    """Writes each distinct box of the job once."""
+    """Writes each distinct box of the job once: by the holder with least to write, or by the lowest holder."""
 
-    def __init__(self, tensors: Iterable[ShardedTensor]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+    def __init__(self, tensors: Iterable[ShardedTensor], to_lowest_rank: bool = False) -> None:
+        super().__init__(
+            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=to_lowest_rank
+        )
         self.boxes = {_index(tensor): tensor for tensor in tensors}
 
     def create_local_plan(self) -> SavePlan:
