@@ -60,6 +60,7 @@ LAYOUTS = [
     split(tp=2, cp=2, ep=4, etp=1, cp_comm_type="all_gather"),
     split(cp=2, dp=2, ep=2, **GATHER),
     split(cp=2, dp=2, ep=4, dispatcher="allgather", cp_comm_type="a2a"),
+    split(cp=2, ep=2, pp=2, **GATHER),
 ]
 
 

@@ -1,9 +1,11 @@
 """Steps cut into pipeline stages equal the fp64 reference: loss, every gradient, norm, counters."""
 
 import pytest
+import torch
 
 from tests.common.collective_log import compare_logs
-from tests.common.layouts import Layout
+from tests.common.layouts import Layout, run_step
+from tests.common.reference import make_weights
 from tests.common.reference_model import GptShape
 from tests.unit_tests.layouts.cases import (
     SEQ_LENGTH,
@@ -12,10 +14,12 @@ from tests.unit_tests.layouts.cases import (
     make_case,
     masked_batch,
 )
+from tests.unit_tests.layouts.test_recompute_sweep import assert_same
 
 EVEN_VOCAB_SIZE = 14
 """Rows that two TP ranks share."""
 
+PP1 = Layout()
 PP2 = Layout(pp=2)
 PP4 = Layout(pp=4)
 PP2_VPP2 = Layout(pp=2, vpp=2)
@@ -29,15 +33,16 @@ SHAPES = {
         EVEN_VOCAB_SIZE, SEQ_LENGTH, "learned_absolute", share_embeddings_and_output_weights=True
     ),
 }
+BALANCED = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 1e-2,
+    "moe_aux_loss_coeff": 0.01,
+}
 FIELDS = {
     "alternating": {"moe_layer_freq": [0, 1, 0, 1], "moe_aux_loss_coeff": 0.01},
-    "moe_on_first_stage": {"moe_layer_freq": [0, 1, 0, 0], "moe_aux_loss_coeff": 0.01},
-    "moe_on_last_stage": {
-        "moe_layer_freq": [0, 0, 0, 1],
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 1e-2,
-    },
+    "moe_on_first_stage": {"moe_layer_freq": [1, 0, 0, 0], **BALANCED},
+    "moe_on_last_stage": {"moe_layer_freq": [0, 0, 0, 1], **BALANCED},
     "dense": {"num_moe_experts": None, "moe_layer_freq": 1},
     "per_token_loss": {"moe_layer_freq": [1, 0, 0, 1], "calculate_per_token_loss": True, "moe_z_loss_coeff": 1e-3},
 }
@@ -83,6 +88,19 @@ def test_any_number_of_microbatches_fits_1f1b(pool, num_microbatches):
 def test_other_ways_to_reduce_and_send_change_nothing(pool, variant):
     layout = with_fields(PP2_VPP2, **({"dp": 2} | VARIANTS[variant]))
     check_against_reference(pool, deep_case("tied"), layout, make_batch())
+
+
+@pytest.mark.parametrize("layout", [PP2, pytest.param(PP2_VPP2, marks=pytest.mark.full)], ids=str)
+def test_stages_in_fp8_have_the_bits_of_one_rank(pool, layout):
+    """The first and the last layer of the model, not of a stage, stay in bf16."""
+    sizes = {"hidden_size": 32, "ffn_hidden_size": 32, "moe_ffn_hidden_size": 16, "first_last_layers_bf16": True}
+    case = make_case(num_layers=4, moe_layer_freq=[0, 1, 1, 1], fp8="hybrid", fp8_recipe="tensorwise", **sizes)
+    weights = make_weights(case.config(with_fields(PP1, dtype=torch.bfloat16)), case.shape, seed=3)
+    one, cut = (
+        run_step(pool, case, with_fields(chosen, dtype=torch.bfloat16), make_batch(), weights)
+        for chosen in (PP1, layout)
+    )
+    assert_same(one, cut)
 
 
 @pytest.mark.parametrize("text", ["Ettt|tL", "E|t|tt|tL", "Et|tt||tL"])

@@ -36,6 +36,8 @@ LAYOUTS = {
     "tp2_sp_ep2": Layout(tp=2, is_sequence_parallel=True, ep=2, etp=1, delays_wgrad=True),
     "cp2_ep2": Layout(cp=2, ep=2),
     "tp2_sp_dp2_ep2_etp2": Layout(tp=2, is_sequence_parallel=True, dp=2, ep=2, etp=2),
+    "pp2": Layout(pp=2, pipeline_layout="Et|ttL"),
+    "pp2_vpp2_zero": Layout(pp=2, pipeline_layout="E|t|t|tL", overlap_param_gather=True, **OVERLAPPED),
 }
 NORMAL = [
     ("one_rank", "uniform1"),
@@ -46,6 +48,8 @@ NORMAL = [
     ("tp2_sp_ep2", "all_modules"),
     ("ep2_allgather", "moe"),
     ("cp2_ep2", "core_attn"),
+    ("pp2", "all_modules"),
+    ("pp2_vpp2_zero", "uniform1"),
 ]
 FEATURES = {"num_layers": 3, "moe_layer_freq": [0, 1, 1], "moe_router_score_function": "sigmoid"} | EXPERTS
 BIAS = {"moe_router_enable_expert_bias": True}
@@ -89,7 +93,9 @@ def test_recompute_changes_no_bit_in_any_layout(pool, layout, recompute):
     check_cell(pool, layout, recompute)
 
 
-@pytest.mark.parametrize(("layout", "recompute"), [("ep2", "uniform1"), ("tp2_sp_ep2", "all_but_moe")])
+@pytest.mark.parametrize(
+    ("layout", "recompute"), [("ep2", "uniform1"), ("tp2_sp_ep2", "all_but_moe"), ("pp2_vpp2_zero", "uniform1")]
+)
 def test_recompute_equals_reference(pool, layout, recompute):
     check_against_reference(
         pool, make_case(SHAPE, **FEATURES), recomputed(layout, recompute), make_batch(seq_length=SEQ_LENGTH)

@@ -175,3 +175,18 @@ def norm_over_two_ranks(owners, norm_type):
 @pytest.mark.parametrize("owners", RANK_GRADS)
 def test_every_rank_joins_the_norm_whatever_it_owns(pool, owners, norm_type, expected):
     assert pool.run(norm_over_two_ranks, owners, norm_type, world_size=2) == [expected, expected]
+
+
+def norm_over_two_stages(stage_of_experts, norm_type):
+    """A dense gradient of norm 3 and expert gradients of norm 4 on different stages; nothing is held elsewhere."""
+    parallel_state.initialize_model_parallel(1, 2)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    has_experts = groups.pp.rank() == stage_of_experts
+    params = [parameter(1, 4.0, allreduce=False)] if has_experts else [parameter(1, 3.0)]
+    return total_norm(grads_of(params, groups), groups, CPU, norm_type).item()
+
+
+@pytest.mark.parametrize(("norm_type", "expected"), [(2.0, 5.0), (math.inf, 4.0)])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_experts_on_one_stage_enter_the_norm_of_both(pool, stage, norm_type, expected):
+    assert pool.run(norm_over_two_stages, stage, norm_type, world_size=2) == [expected, expected]
