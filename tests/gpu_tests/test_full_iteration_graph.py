@@ -140,11 +140,13 @@ def test_eager_runs_are_repeatable(start):
 
 
 def test_resume_with_a_graph_continues_the_run_without_one(start, tmp_path):
-    flags = f"{DROPOUT['0.1']}--train-iters 16 --save-interval 8 "
+    flags = f"{DROPOUT['0.1']}--train-iters 16 "
     straight = parse_state_hashes(start(flags)[1])
-    start(flags + GRAPH + f"--save {tmp_path} --exit-interval 8")
+    start(flags + GRAPH + f"--save {tmp_path} --save-interval 8 --exit-interval 8")
     _, log = start(flags + GRAPH + f"--load {tmp_path}")
     resumed = parse_state_hashes(log)
+    print("straight", straight)
+    print("resumed", resumed)
     assert resumed == {step: straight[step] for step in range(9, 17)}
 
 

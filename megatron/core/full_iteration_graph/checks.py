@@ -44,6 +44,9 @@ _QUIET = ("/torch/", "/full_iteration_graph/checks.py", "/contextlib.py")
 """Frames that are not where a mistake was made."""
 
 
+_COLLECTIVES = "/core/utils/collectives.py"
+
+
 class CaptureViolation(RuntimeError):
     """Something that a capture could not record."""
 
@@ -54,6 +57,11 @@ def _place() -> str:
     while any(part in frame.f_code.co_filename for part in _QUIET) and frame.f_back is not None:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_in_collective() -> bool:
+    """True inside a collective, whose CPU form copies through memory that no operation is seen to make."""
+    return _place().rpartition(":")[0].endswith(_COLLECTIVES)
 
 
 @contextmanager
@@ -122,7 +130,8 @@ class _Recorder(TorchDispatchMode):
 
     def _outer_address(self, tensor: torch.Tensor) -> int | None:
         address = tensor.untyped_storage().data_ptr()
-        return None if address in self._own or tensor.numel() == 0 else tensor.data_ptr()
+        is_known = address in self._own or tensor.numel() == 0 or _is_in_collective()
+        return None if is_known else tensor.data_ptr()
 
     def _refuse_data_dependence(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         packet = getattr(func, "overloadpacket", None)
