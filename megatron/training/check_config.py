@@ -7,16 +7,17 @@ form `field=value: constraint; remedy`, followed by the flags that the user type
 import argparse
 from typing import Any
 
-import torch
-
 from megatron.core import env
 from megatron.core.configs.base import ConfigTopic, Violation, violation
 from megatron.core.configs.compat import judge as judge_rules
+from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator, build_batch_size_law
 from megatron.core.pipeline_parallel.actions import PlanShape
 from megatron.core.pipeline_parallel.plans.interleaved import check_groups
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.token_dispatcher import dispatcher_class
+from megatron.core.utils.device import uses_gpu
 from megatron.training.argument_factory import GivenArguments
 from megatron.training.check_rules import TRAINING_RULES
 from megatron.training.flag_table import FEATURES, STATES, Feature
@@ -86,7 +87,7 @@ def smallest_world(args: argparse.Namespace) -> int:
 
 def map_to_device(args: argparse.Namespace, given: GivenArguments) -> None:
     """Without a GPU, choices of GPU libraries become the CPU form, with one line each; `auto` is resolved."""
-    has_gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
+    has_gpu = uses_gpu(args.device)
     backend = given.spellings.get("distributed_backend")
     if not has_gpu and args.distributed_backend == "nccl":
         if backend:
@@ -148,6 +149,8 @@ def judge(args: argparse.Namespace, drafts: list[ConfigTopic], given: GivenArgum
     found: list[Violation] = []
     for draft in drafts:
         found.extend(draft.violations())
+        if isinstance(draft, TransformerConfig):
+            found.extend(DotProductAttention.check(draft))
     found.extend(judge_rules(args, TRAINING_RULES))
     if args.num_experts:
         has_budget = args.moe_expert_rank_capacity_factor is not None

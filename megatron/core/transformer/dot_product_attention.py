@@ -11,12 +11,14 @@ Legend: s sequence, b batch, n query heads, g key and value heads (groups), d ch
 """
 
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.core.configs.base import Violation, violation
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.errors import ConfigError
 from megatron.core.fusions.fused_block_attention import BlockKernel, FlashKernel, PlainKernel
@@ -26,10 +28,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import random_region
 from megatron.core.transformer.context_parallel import BlockAttention, HeadExchange, build_context_parallel
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
-from megatron.core.utils.device import resolve_device
+from megatron.core.utils.device import resolve_device, uses_gpu
 from megatron.core.utils.groups import group_size
 
 _PLAIN = ("unfused", "local")
+_HALF = (torch.bfloat16, torch.float16)
 _GPU_KERNELS = {
     "auto": None,
     "flash": [SDPBackend.FLASH_ATTENTION],
@@ -59,6 +62,9 @@ class DotProductAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)
+        found = self.check(config)
+        if found:
+            raise ConfigError("\n".join(str(item) for item in found))
         self.attn_mask_type = attn_mask_type
         self.dropout_prob = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
@@ -68,6 +74,13 @@ class DotProductAttention(MegatronModule):
         self.kernels = None if self.is_plain else _kernels(config)
         groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
         self.over_ranks = self._over_ranks(config, layer_number, groups)
+
+    @staticmethod
+    def check(config: TransformerConfig) -> list[Violation]:
+        """Judge the choice of a kernel on a GPU; matrix products, and the kernel of a CPU, do everything."""
+        if config.attention_backend in _PLAIN or config.apply_query_key_layer_scaling or not uses_gpu(config.device):
+            return []
+        return [*_kernel_problems(config), *_block_problems(config)]
 
     def _over_ranks(
         self, config: TransformerConfig, layer_number: int, groups: ProcessGroupCollection
@@ -146,42 +159,44 @@ class DotProductAttention(MegatronModule):
         return torch.matmul(probs, value)
 
 
+def _kernel_problems(config: TransformerConfig) -> Iterator[Violation]:
+    """Yield what a kernel that the configuration names cannot do."""
+    backend = config.attention_backend
+    if backend != "auto" and config.params_dtype not in _HALF:
+        why, remedy = "the kernel is for bf16 and fp16", "add --bf16 or use --attention-backend auto"
+        yield violation(config, "attention_backend params_dtype", why, remedy)
+    if backend == "fused" and config.deterministic_mode:
+        why, remedy = "cuDNN's backward does not repeat bit for bit", "use --attention-backend flash or auto"
+        yield violation(config, "attention_backend deterministic_mode", why, remedy)
+
+
+def _block_problems(config: TransformerConfig) -> Iterator[Violation]:
+    """Yield what the flash kernel, which takes blocks of keys in half precision, cannot do."""
+    goes_by_blocks = config.context_parallel_size > 1 and set(config.cp_comm_types) != {"a2a"}
+    if not goes_by_blocks or config.params_dtype not in _HALF:
+        return
+    if config.attention_backend == "fused":
+        remedy = "use --attention-backend flash or auto, or --cp-comm-type a2a"
+        why = "blocks of keys go through the flash kernel"
+        yield violation(config, "attention_backend context_parallel_size", why, remedy)
+    if (config.kv_channels or 0) % 8:
+        remedy = "use --attention-backend unfused or --cp-comm-type a2a"
+        why = "the flash kernel needs a multiple of 8"
+        yield violation(config, "kv_channels context_parallel_size", why, remedy)
+
+
 def _kernels(config: TransformerConfig) -> list[SDPBackend] | None:
     """Return the kernels that torch may take; None leaves the choice to torch, as on a CPU, which has only one."""
-    backend = AttnBackend(config.attention_backend).value
     if resolve_device(config.device).type == "cpu":
         return None
-    if backend != "auto" and config.params_dtype not in (torch.bfloat16, torch.float16):
-        raise ConfigError(
-            f"attention_backend={backend!r} with params_dtype={config.params_dtype}: the kernel is for bf16 and fp16; "
-            "add --bf16 or use --attention-backend auto."
-        )
-    if not config.deterministic_mode:
-        return _GPU_KERNELS[backend]
-    if backend == "fused":
-        raise ConfigError(
-            "attention_backend='fused' with deterministic_mode=True: cuDNN's backward does not repeat bit for bit; "
-            "use --attention-backend flash or auto."
-        )
-    return _REPEATABLE if backend == "auto" else _GPU_KERNELS[backend]
+    backend = AttnBackend(config.attention_backend).value
+    return _REPEATABLE if config.deterministic_mode and backend == "auto" else _GPU_KERNELS[backend]
 
 
 def _block_kernel(config: TransformerConfig, plain: PlainKernel) -> BlockKernel:
     """Return the kernel for blocks of keys, which must tell its log-sum-exp: flash on a GPU, else the plain one."""
-    is_half = config.params_dtype in (torch.bfloat16, torch.float16)
-    if resolve_device(config.device).type == "cpu" or not is_half:
-        return plain
-    if AttnBackend(config.attention_backend).value == "fused":
-        raise ConfigError(
-            f"attention_backend='fused' with context_parallel_size={config.context_parallel_size}: blocks of keys go "
-            "through the flash kernel; use --attention-backend flash or auto, or --cp-comm-type a2a."
-        )
-    if config.kv_channels % 8:
-        raise ConfigError(
-            f"kv_channels={config.kv_channels} with context_parallel_size={config.context_parallel_size}: the flash "
-            "kernel needs a multiple of 8; use --attention-backend unfused or --cp-comm-type a2a."
-        )
-    return FlashKernel(plain.scale)
+    is_on_cpu = resolve_device(config.device).type == "cpu"
+    return plain if is_on_cpu or config.params_dtype not in _HALF else FlashKernel(plain.scale)
 
 
 def _later_positions(size: int, device: torch.device) -> torch.Tensor:

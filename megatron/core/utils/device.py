@@ -8,6 +8,11 @@ from megatron.core.errors import ConfigError
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 
 
+def uses_gpu(device: str) -> bool:
+    """True if "auto", "cpu" or "cuda" asks for a GPU; "cuda" does, whether this machine has one or not."""
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
 def resolve_device(device: str) -> torch.device:
     """Turn "auto", "cpu" or "cuda" into a device with an index; "auto" takes CUDA where there is one.
 

@@ -38,6 +38,8 @@ LAYOUTS = {
     "tp2_sp_dp2_ep2_etp2": Layout(tp=2, is_sequence_parallel=True, dp=2, ep=2, etp=2),
     "pp2": Layout(pp=2, pipeline_layout="Et|ttL"),
     "pp2_vpp2_zero": Layout(pp=2, pipeline_layout="E|t|t|tL", overlap_param_gather=True, **OVERLAPPED),
+    "pp2_ep2_grouped_delayed": Layout(pp=2, pipeline_layout="Et|ttL", dp=2, ep=2, is_grouped=True, delays_wgrad=True),
+    "pp2_cp2_ep2": Layout(pp=2, pipeline_layout="Et|ttL", cp=2, ep=2),
 }
 NORMAL = [
     ("one_rank", "uniform1"),
@@ -53,6 +55,9 @@ NORMAL = [
 ]
 FEATURES = {"num_layers": 3, "moe_layer_freq": [0, 1, 1], "moe_router_score_function": "sigmoid"} | EXPERTS
 BIAS = {"moe_router_enable_expert_bias": True}
+FP8 = {"fp8": "hybrid", "hidden_size": 32} | dict.fromkeys(
+    ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 32
+)
 
 
 def recomputed(layout, recompute):
@@ -68,13 +73,16 @@ def assert_same(left, right):
     assert (left.loss, left.grad_norm, left.aux) == (right.loss, right.grad_norm, right.aux)
 
 
-def check_cell(pool, layout, recompute, **changes):
-    """Two steps with dropout, aux losses and expert bias: equal to those without recompute."""
+def check_cell(pool, layout, recompute, dtype=torch.float64, steps=2, **changes):
+    """Some steps with dropout, aux losses and expert bias: equal to those without recompute."""
     changes = {"attention_dropout": 0.0 if LAYOUTS[layout].cp > 1 else 0.1} | changes
     case = make_case(SHAPE, **FEATURES | BIAS | {"hidden_dropout": 0.2} | changes)
-    weights = make_weights(case.config(Layout()), case.shape, seed=3)
+    weights, batch = (
+        make_weights(case.config(Layout(dtype=dtype)), case.shape, seed=3),
+        make_batch(seq_length=SEQ_LENGTH),
+    )
     plain, again = (
-        run_step(pool, case, chosen, make_batch(seq_length=SEQ_LENGTH), weights, steps=2)
+        run_step(pool, case, dataclasses.replace(chosen, dtype=dtype), batch, weights, steps=steps)
         for chosen in (LAYOUTS[layout], recomputed(layout, recompute))
     )
     assert plain.aux
@@ -91,6 +99,23 @@ def test_recompute_changes_no_bit(pool, layout, recompute):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_recompute_changes_no_bit_in_any_layout(pool, layout, recompute):
     check_cell(pool, layout, recompute)
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute", "recipe"),
+    [("ep2_zero_delayed", "uniform2", "delayed"), ("tp2_sp_ep2", "moe", "tensorwise")],
+)
+def test_recompute_in_fp8_changes_no_bit(pool, layout, recompute, recipe):
+    """Three steps: the second and third take their factors from amaxes of the steps before."""
+    check_cell(pool, layout, recompute, dtype=torch.bfloat16, steps=3, fp8_recipe=recipe, **FP8)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recompute", ["uniform1", "uniform3", "block1", "moe", "all_modules"])
+@pytest.mark.parametrize("layout", ["ep2_zero_delayed", "tp2_sp_ep2", "cp2_ep2", "pp2_vpp2_zero", "pp2_cp2_ep2"])
+def test_recompute_in_fp8_changes_no_bit_in_any_layout(pool, layout, recompute, recipe):
+    check_cell(pool, layout, recompute, dtype=torch.bfloat16, steps=3, fp8_recipe=recipe, **FP8)
 
 
 @pytest.mark.parametrize(

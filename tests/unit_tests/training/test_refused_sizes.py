@@ -15,6 +15,8 @@ BASE = (
     "--max-position-embeddings 24 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 2 --mock-data --lr 1e-3 "
     "--tokenizer-type NullTokenizer --vocab-size 32 --train-iters 2 --swiglu --disable-bias-linear "
 )
+GPU = "--device cuda"
+"""What is refused there, whether or not this machine has one."""
 GROUPS = "--group-query-attention --num-query-groups 2 "
 MOE = "--num-experts 8 --moe-ffn-hidden-size 16 "
 TP = "--tensor-model-parallel-size"
@@ -49,6 +51,30 @@ REFUSED = {
         f"{CP} 4 --cp-comm-type a2a",
         "cp_comm_type='a2a' with num_attention_heads=6",
         "--cp-comm-type p2p",
+    ),
+    "cudnn_cp": (
+        2,
+        f"{GPU} --bf16 {CP} 2 --attention-backend fused",
+        "attention_backend='fused' with context_parallel_size=2: blocks of keys go through the flash kernel",
+        "--cp-comm-type a2a",
+    ),
+    "odd_heads_cp": (
+        2,
+        f"{GPU} --bf16 {CP} 2 --kv-channels 12",
+        "kv_channels=12 with context_parallel_size=2: the flash kernel needs a multiple of 8",
+        "--attention-backend unfused",
+    ),
+    "cudnn_repeats": (
+        1,
+        f"{GPU} --bf16 --attention-backend fused --deterministic-mode",
+        "attention_backend='fused' with deterministic_mode=True",
+        "--attention-backend flash",
+    ),
+    "flash_fp32": (
+        1,
+        f"{GPU} --attention-backend flash",
+        "attention_backend='flash' with params_dtype=torch.float32: the kernel is for bf16 and fp16",
+        "add --bf16",
     ),
     "batch_dp": (2, "--global-batch-size 6", "global_batch_size=6", "--global-batch-size"),
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron.core.deferred_wgrad import WgradQueue, active_queue, deferring
+from megatron.core.fp8 import layer_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import recompute
 from megatron.core.tensor_parallel.random import DeviceRngState, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
@@ -35,6 +36,10 @@ FIELDS = SWIGLU | {
     "attention_backend": "unfused",
     "normalization": "RMSNorm",
 }
+FP8 = {"fp8": "hybrid", "bf16": True, "params_dtype": torch.bfloat16} | dict.fromkeys(
+    ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 32
+)
+QUANTIZE_WEIGHT = layer_state.quantize_weight
 CHECKPOINT_FORWARD, CHOOSE = recompute._Checkpoint.forward, router.TopKRouter.choose
 COUNTS, METRICS = "layers.1.mlp.router.tokens_per_expert", "layers.1.mlp.router.metrics.sums"
 SIDE_EFFECTS = {
@@ -161,7 +166,7 @@ def two_microbatches(**fields):
     """Gradients, counts, metrics and bias after two microbatches with dropout, and their outputs."""
     block, found = build(**SIDE_EFFECTS, hidden_dropout=0.2, attention_dropout=0.1, **fields), {}
     for seed in (1, 2):
-        x = normal(*HIDDEN, seed=seed).requires_grad_()
+        x = normal(*HIDDEN, seed=seed, dtype=block.config.params_dtype).requires_grad_()
         output = block(x)
         output.square().sum().backward()
         found |= {f"output{seed}": output, f"x{seed}": x.grad}
@@ -225,6 +230,26 @@ def test_comparison_notices_a_choice_made_anew():
     with replaced(router.TopKRouter, "choose", choose_anew):
         again = tied_step(Fickle(), **full("uniform", 1))
     assert "layers.1.mlp.router.weight" in differences(tied_step(Fickle()), again)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_fp8_codes_and_amaxes_are_those_of_one_pass(recipe, granularity):
+    fields = FP8 | {"fp8_recipe": recipe}
+    calls = []
+
+    def count_weight(matrix, *args):
+        calls.append(tuple(matrix.shape))
+        return QUANTIZE_WEIGHT(matrix, *args)
+
+    with replaced(layer_state, "quantize_weight", count_weight):
+        plain = two_microbatches(**fields)
+        once = len(calls)
+        again = two_microbatches(**fields, **GRANULARITIES[granularity])
+    assert once == 10  # qkv, projection, fc1, fc2 of both layers, fc1, fc2 of the shared experts
+    assert len(calls) == 2 * once
+    assert any(name.endswith("step_amax") for name in plain) == (recipe == "delayed")
+    assert differences(plain, again) == set()
 
 
 def draw_twice(tensor):

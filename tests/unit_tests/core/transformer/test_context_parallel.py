@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import context_parallel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils.collectives import last_collective
 from megatron.core.utils.zigzag import own_chunks, to_natural_order
+from tests.common.mutants import replaced
 from tests.common.small_models import normal, small_config
 
 S, B, N, G, D = 16, 2, 4, 4, 8
@@ -91,6 +93,30 @@ def test_ring_and_gather_give_the_same_bits(pool):
     ring, gathered = got["p2p", "causal"], got["all_gather", "causal"]
     assert torch.equal(ring[0], gathered[0])
     assert torch.equal(ring[1], gathered[1])
+
+
+def value_gradients_in_bf16(upcast):
+    """Gradients of this rank's values in bf16, for each way that adds up shares; `upcast` may be a fault."""
+    world = dist.group.WORLD
+    parts = [own_chunks(tensor, 0, world.rank(), world.size()).bfloat16() for tensor in inputs()]
+    with replaced(context_parallel, "upcast", upcast):
+        attentions = [build(name, group=world, bf16=True) for name in COMM_TYPES[:2]]
+        return [attend(attention, parts, None)[3] for attention in attentions]
+
+
+def unchanged(tensor):
+    return tensor
+
+
+@pytest.mark.parametrize("is_mutant", [False, True], ids=["summed_in_fp32", "summed_in_bf16"])
+def test_gradients_of_values_in_bf16_are_rounded_once(pool, is_mutant):
+    ranks = pool.run(value_gradients_in_bf16, unchanged if is_mutant else context_parallel.upcast, world_size=4)
+    whole = [to_natural_order(torch.stack(parts)).double() for parts in zip(*ranks, strict=True)]
+    exact = attend(build(), [tensor.bfloat16().double() for tensor in inputs()], None)[3]
+    # half a unit in the last of 8 bits; the rest is for fp32, in which each term is rounded
+    bound = exact.abs() * 2.0**-8 + 1e-5
+    for got in whole:
+        assert bool(((got - exact).abs() <= bound).all()) is not is_mutant
 
 
 @dataclasses.dataclass(frozen=True)
