@@ -166,6 +166,7 @@ def load_checkpoint(run: TrainingRun) -> Callable[[], None]:
         Strictness(args.dist_ckpt_strictness),
         ignored=state.ignored_keys(foreign=source.weights_only, optimizer=not with_optimizer),
         fully_parallel=args.ckpt_fully_parallel_load,
+        verifies_checksums=args.verify_integrity,
     )
     if common is not None:
         state.restore_counters(run, common)

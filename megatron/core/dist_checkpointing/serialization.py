@@ -216,15 +216,17 @@ def load(
     ignored: re.Pattern[str] | None = None,
     group: dist.ProcessGroup | None = None,
     fully_parallel: bool = False,
+    verifies_checksums: bool = False,
 ) -> None:
     """Fill `tensors` in place from the files of any layout. All ranks load together.
 
     By itself each rank reads every stored box that it wants a part of. With `fully_parallel` each box is read by one
-    rank, and the others get their parts from it (`strategies.fully_parallel`): the same values.
+    rank, and the others get their parts from it (`strategies.fully_parallel`): the same values. torch does not compare
+    the checksums in the files; with `verifies_checksums` that is done for all that is read.
 
     Raises: CheckpointError on all ranks, listing all differences or naming a damaged file.
     """
-    reader = SafeFileSystemReader(folder)
+    reader = SafeFileSystemReader(folder, verifies_checksums)
     metadata = _together(reader.read_metadata, group)
     by_rank = _gather(wanted_keys(tensors), group)
     check_fit({key: want for keys in by_rank for key, want in keys.items()}, metadata, strictness, ignored)
@@ -245,6 +247,8 @@ def _read(reader: SafeFileSystemReader, tensors: Sequence[ShardedTensor], metada
     planner = ShardedLoadPlanner(tensors, metadata)
     try:
         reader.read_data(planner.create_local_plan(), planner).wait()
+    except CheckpointError:
+        raise
     except (OSError, RuntimeError, EOFError, KeyError) as err:
         raise CheckpointError(f"{reader.path}: tensor data cannot be read ({err}); load an earlier iteration") from err
 

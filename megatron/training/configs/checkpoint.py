@@ -29,6 +29,9 @@ class CheckpointConfig(ConfigTopic):
     ckpt_fully_parallel_load: bool = False
     """Read each part of the files on one rank only and exchange it, instead of on every rank that needs it."""
 
+    verify_integrity: bool = False
+    """Compare the checksums of all that is read from a checkpoint; bytes that changed on the disk end the load."""
+
     log_progress: bool = False
     """Add a line to progress.txt in the folder of --save at the start and after each save."""
 

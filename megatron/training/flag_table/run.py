@@ -21,7 +21,6 @@ FEATURES = (
         "drop the flag",
         value("--override-ckpt-iteration", int),
         value("--verify-resume", int),
-        switch("--verify-integrity"),
     ),
     no_effect(
         "other ways to write and read a checkpoint",

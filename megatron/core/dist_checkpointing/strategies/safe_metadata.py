@@ -1,18 +1,22 @@
 """Opens `.metadata`, a pickle, without running what a stranger may have put into it.
 
 The file lists tensors, their boxes and byte ranges. Only the classes such a list is made of may be named in it; any
-other name ends the load before an object of it exists. Tensor bytes are read with `weights_only=True` by torch.
+other name ends the load before an object of it exists. Tensor bytes are read with `weights_only=True` by torch, after
+their checksums were compared if that is asked for.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from megatron.core.dist_checkpointing.strategies.integrity import damage_in
 from megatron.core.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
@@ -66,7 +70,29 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class SafeFileSystemReader(FileSystemReader):
-    """The file reader of torch.distributed.checkpoint with a guarded `.metadata`."""
+    """The file reader of torch.distributed.checkpoint with a guarded `.metadata`.
+
+    Memory: with `verifies_checksums` a box is held as bytes while it is read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], verifies_checksums: bool = False) -> None:
+        super().__init__(path)
+        self.verifies_checksums = verifies_checksums
+
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        """The bytes of one box.
+
+        Raises: CheckpointError if they are compared and not those that were written.
+        """
+        view = super()._slice_file(file, sinfo)
+        if not self.verifies_checksums:
+            return view
+        archive = view.read()
+        if problem := damage_in(archive):
+            raise CheckpointError(
+                f"{self.path}/{sinfo.relative_path}, byte {sinfo.offset}: {problem}; load an earlier iteration"
+            )
+        return BytesIO(archive)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Open `.metadata`.

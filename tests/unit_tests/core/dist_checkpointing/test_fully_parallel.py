@@ -77,8 +77,8 @@ def counting_reads(counts: list[int]):
     """Append the bytes of each file of tensors that is read."""
     original = SafeFileSystemReader.__init__
 
-    def patched(self, path):
-        original(self, path)
+    def patched(self, *args):
+        original(self, *args)
         open_stream = self.fs.create_stream
 
         @contextlib.contextmanager

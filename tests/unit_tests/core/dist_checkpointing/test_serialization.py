@@ -149,6 +149,24 @@ def test_truncated_tensor_file_is_named(tmp_path: Path) -> None:
         load(tmp_path / "c", rows(2, torch.zeros(4, 6)))
 
 
+@pytest.mark.parametrize("fully_parallel", [False, True])
+def test_a_flipped_byte_is_refused_if_checksums_are_compared(tmp_path: Path, fully_parallel: bool) -> None:
+    save(tmp_path / "c", rows(2), {})
+    got = torch.zeros(4, 6)
+    load(tmp_path / "c", rows(2, got), fully_parallel=fully_parallel, verifies_checksums=True)
+    assert torch.equal(got, WHOLE)
+    path = tmp_path / "c" / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[content.index(WHOLE[2:].numpy().tobytes()) + 5] ^= 1
+    path.write_bytes(content)
+    load(tmp_path / "c", rows(2, got), fully_parallel=fully_parallel)
+    assert not torch.equal(got, WHOLE)
+    with pytest.raises(
+        CheckpointError, match=r"__0_0\.distcp, byte \d+: the checksum of .* does not match; load an earlier"
+    ):
+        load(tmp_path / "c", rows(2, got), fully_parallel=fully_parallel, verifies_checksums=True)
+
+
 def test_incomplete_folder_and_foreign_common_state_are_named(tmp_path: Path) -> None:
     save(tmp_path / "c", rows(2), {})
     (tmp_path / "c" / "common.json").unlink()
