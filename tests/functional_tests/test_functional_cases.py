@@ -2,9 +2,11 @@
 
 import pytest
 
+from megatron.core.fp8.recipes import RECIPES
 from tests.functional_tests.cases import find_cases, launch
-from tests.functional_tests.golden import collect, compare
+from tests.functional_tests.golden import collect, compare, find_golden
 from tests.functional_tests.run import run_case
+from tools.run_metrics import read_golden
 
 MAX_LAUNCHES = 8
 CASES = find_cases()
@@ -35,6 +37,16 @@ def test_case_equals_its_golden_values(case, work_folder):
 
 def test_normal_tier_launches_few_times():
     assert sum(case.num_launches for case in NORMAL) <= MAX_LAUNCHES
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp8_curve_ends_within_one_percent_of_bf16(recipe):
+    """What was recorded; the launches above show that it still holds."""
+    (case,), (bf16,) = find_cases([f"gpt_fp8/{recipe}"]), find_cases(["gpt_fp8/bf16"])
+    got, want = (read_golden(find_golden(one.folder))["lm loss"] for one in (case, bf16))
+    assert max(got) == max(want) == 30
+    assert got[30] == pytest.approx(want[30], rel=0.01)
+    assert got != want
 
 
 def losses(name, folder):

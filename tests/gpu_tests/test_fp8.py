@@ -87,7 +87,7 @@ def test_amax_is_that_of_the_cpu(counts):
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("fp8_format", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sizes", [(256, 384, 512), (272, 384, 768), (144, 160, 192)], ids=str)
+@pytest.mark.parametrize("sizes", [(256, 384, 512), (272, 384, 768), (144, 160, 192), (512, 1024, 1536)], ids=str)
 def test_dense_products_equal_fp64(name, fp8_format, out_dtype, sizes):
     tokens, outs, ins = sizes
     recipe = RECIPES[name]
@@ -99,14 +99,17 @@ def test_dense_products_equal_fp64(name, fp8_format, out_dtype, sizes):
         "dgrad": (dy.by_row, w.by_column, False),
         "wgrad": (dy.by_column, x.by_column, False),
     }
-    errors = {}
+    failed = {}
     for product, (a, b, is_fast) in products.items():
-        got = matmul(a, b, out_dtype, is_fast)
-        errors[product] = relative(got, a.dequantize(torch.float64) @ b.dequantize(torch.float64).t())
-    print(f"{name} {fp8_format} {sizes} {out_dtype}: {errors}")
-    extra = ROUNDING[out_dtype]
-    assert errors["forward"] < FAST_BOUND + extra
-    assert max(errors["dgrad"], errors["wgrad"]) < PRECISE_BOUND + extra
+        want = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
+        try:
+            error = relative(matmul(a, b, out_dtype, is_fast), want)
+        except (RuntimeError, ValueError) as refusal:
+            failed[product] = str(refusal)[:200]
+            continue
+        if not error < (FAST_BOUND if is_fast else PRECISE_BOUND) + ROUNDING[out_dtype]:
+            failed[product] = f"{error:.2e}"
+    assert failed == {}
 
 
 GROUPS = [(256, 0, 384, 128), (0, 0, 0), (128,), (128,) * 5]

@@ -6,8 +6,8 @@
 
 Which kernel runs on a GPU:
 
-    matmul            torch's; ours for 1 x 128 with 128 x 128 blocks where torch's asks for four blocks at a time, and
-                      for blocks with e5m2, which torch's does not take
+    matmul            torch's; ours for blocks with e5m2 or of sizes that torch's does not take (whole blocks along the
+                      sum, and of a weight four at a time)
     grouped_matmul    torch's for e4m3 with scales of tensors or rows; ours for e5m2 and for blocks
     add_grouped_wgrad ours: it adds in fp32
 
@@ -25,7 +25,7 @@ from itertools import pairwise
 import torch
 
 from megatron.core.fp8.quantize import Quantized
-from megatron.core.fusions.fp8_grouped_gemm import ScaledCodes, grouped_rows_product, grouped_wgrad_product
+from megatron.core.fusions.fp8_grouped_gemm import STRIP, ScaledCodes, grouped_rows_product, grouped_wgrad_product
 
 _PIECE = 16  # kernels take sums in multiples of this
 _BLOCKS_TOGETHER = 4  # torch's kernel reads the scales of a weight's blocks in fours
@@ -37,9 +37,7 @@ def matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype, is_fast: bool = F
         return (a.dequantize() @ b.dequantize().t()).to(out_dtype)
     if a.block is None:
         return _scaled_mm(a, b, out_dtype, is_fast)
-    if torch.float8_e5m2 not in (a.codes.dtype, b.codes.dtype) and (b.block == a.block or _fits_torch(b)):
-        return _blocks_mm(a, b, out_dtype)
-    return _own_blocks_mm(a, b, out_dtype)
+    return (_blocks_mm if _fits_torch(a, b) else _own_blocks_mm)(a, b, out_dtype)
 
 
 def grouped_matmul(
@@ -135,9 +133,13 @@ def _blocks_mm(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tens
     )
 
 
-def _fits_torch(weight: Quantized) -> bool:
-    """True if torch's kernel takes the scales of the squares of codes [N, K]."""
-    return weight.scale.shape[1] % _BLOCKS_TOGETHER == 0
+def _fits_torch(a: Quantized, b: Quantized) -> bool:
+    """True if torch's kernel takes codes [M, K] and [N, K] with scales of blocks."""
+    if torch.float8_e5m2 in (a.codes.dtype, b.codes.dtype) or a.codes.shape[1] % STRIP or a.codes.shape[0] % _PIECE:
+        return False
+    if b.block == a.block:
+        return b.codes.shape[0] % _PIECE == 0
+    return b.codes.shape[0] % STRIP == 0 and b.scale.shape[1] % _BLOCKS_TOGETHER == 0
 
 
 def _own_blocks_mm(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:

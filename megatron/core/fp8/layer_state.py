@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from megatron.core.configs.fp8 import Fp8Config
+from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.fp8.operand import quantize_weight, tensor_amax
 from megatron.core.fp8.quantize import Operand, factor_of
 from megatron.core.fp8.recipes import FORWARD_DTYPE, Fp8RecipeSpec, gradient_dtype, recipe_spec
@@ -58,10 +59,10 @@ class Fp8LayerState(torch.nn.Module):
         """Quantise the weights again at their next use: they may have changed."""
         self._weight = None
 
-    def weight(self, weights: Sequence[torch.Tensor]) -> Operand:
-        """Codes of one weight [o, i], or of n weights as [n, o, i]."""
+    def weight(self, weights: Sequence[torch.Tensor], is_grouped: bool) -> Operand:
+        """Codes of the one weight [o, i] of a dense layer, or of the n weights of a grouped one as [n, o, i]."""
         if self._weight is None:
-            matrix = (weights[0] if len(weights) == 1 else stacked(weights)).detach()
+            matrix = (stacked(weights) if is_grouped else weights[0]).detach()
             self._weight = quantize_weight(matrix, self.setup.recipe, FORWARD_DTYPE, self.factor(WEIGHT, matrix))
         return self._weight
 
@@ -108,6 +109,12 @@ def fp8_setup(config: Fp8Config) -> Fp8Setup | None:
         config.fp8_amax_history_len,
         takes_largest=config.fp8_amax_compute_algo == "max",
     )
+
+
+def expert_row_multiple(config: TransformerConfig) -> int:
+    """Rows of each expert must be a multiple of this, where experts are grouped."""
+    setup = fp8_setup(config)
+    return 1 if setup is None or not config.moe_grouped_gemm else setup.recipe.row_multiple
 
 
 def build_fp8_state(config: Fp8Config) -> Fp8LayerState | None:

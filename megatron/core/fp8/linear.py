@@ -111,7 +111,7 @@ class _Fp8Linear(torch.autograd.Function):
         saves_codes = needs_wgrad and state.setup.quantizes_wgrad
         factor = state.factor(INPUT, rows, ends)
         inputs = quantize_activation(rows, recipe, FORWARD_DTYPE, ends, factor, by_column=saves_codes)
-        matrix = state.weight(weights)
+        matrix = state.weight(weights, is_grouped=ends is not None)
         ctx.sink, ctx.state, ctx.dtype = sink, state, rows.dtype
         kept = (inputs.by_column.codes, inputs.by_column.scale) if saves_codes else (None, None)
         original = rows if needs_wgrad and not saves_codes else None

@@ -5,12 +5,15 @@ a weight gradient, and what is computed from them is dropped.
 
     rows    a a a | b | c c        padded to 4    a a a 0 | b 0 0 0 | c c 0 0
 
+Neither direction keeps rows for its gradient, only where they go; each is the other's gradient.
+
 The number of padded rows follows from the number of rows alone, never from the routing.
 
 Legend: R rows sorted by expert, P padded rows, n experts.
 """
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -30,11 +33,11 @@ class RowPadding:
 
     def pad(self, rows: torch.Tensor) -> torch.Tensor:
         """Spread rows [R, ...] over zeros [P, ...]."""
-        return rows.new_zeros(self.num_padded, *rows.shape[1:]).index_copy(0, self.place, rows)
+        return _Pad.apply(rows, self.place, self.num_padded)
 
     def unpad(self, rows: torch.Tensor) -> torch.Tensor:
         """Take the rows [R, ...] out of [P, ...]."""
-        return rows.index_select(0, self.place)
+        return _Unpad.apply(rows, self.place)
 
 
 def plan_padding(tokens_per_expert: torch.Tensor, num_rows: int, multiple: int) -> RowPadding:
@@ -46,3 +49,32 @@ def plan_padding(tokens_per_expert: torch.Tensor, num_rows: int, multiple: int) 
     owner = torch.searchsorted(counts.cumsum(0), rows, right=True)
     num_padded = num_rows + counts.numel() * (multiple - 1)
     return RowPadding(rows + added[owner], padded, -(-num_padded // multiple) * multiple)
+
+
+def _spread(rows: torch.Tensor, place: torch.Tensor, num_padded: int) -> torch.Tensor:
+    return rows.new_zeros(num_padded, *rows.shape[1:]).index_copy_(0, place, rows)
+
+
+class _Pad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, place: torch.Tensor, num_padded: int) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        return _spread(rows, place, num_padded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (place,) = ctx.saved_tensors
+        return grads[0].index_select(0, place), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        ctx.num_padded = rows.shape[0]
+        return rows.index_select(0, place)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (place,) = ctx.saved_tensors
+        return _spread(grads[0], place, ctx.num_padded), None

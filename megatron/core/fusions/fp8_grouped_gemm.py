@@ -13,7 +13,8 @@ Fast accumulation leaves the sum in the tensor core, which keeps fewer bits than
 add partial sums of 128 products in fp32.
 
 Group ends are read on the device. An expert without rows costs a comparison. In the weight gradient, the last columns
-of an expert, fewer than a block, come by masked loads: a block would reach into the next expert.
+of an expert, fewer than a block, come by masked loads: a block would reach into the next expert. With
+strips, experts begin at multiples of 128 and the codes behind the last one are zeros: whole blocks are read.
 
 Legend: R rows, n experts, N, out and in features, K the size of a sum.
 """
@@ -290,8 +291,10 @@ def _wgrad_kernel(
             outs, ins = first_out + tl.arange(0, BLOCK_OUT), first_in + tl.arange(0, BLOCK_IN)
             is_out, is_in = outs < num_out, ins < num_in
             total = tl.zeros((BLOCK_OUT, BLOCK_IN), dtype=tl.float32)
-            num_whole = (end - begin) // STRIP
-            for block in tl.range(0, num_whole):
+            num_blocks = (end - begin) // STRIP
+            if HAS_STRIPS:  # only the last expert may end within a strip; zeros follow it
+                num_blocks = tl.cdiv(end - begin, STRIP)
+            for block in tl.range(0, num_blocks):
                 row = begin + block * STRIP
                 left = grad_desc.load([first_out, row])
                 right = rows_desc.load([first_in, row])
@@ -302,7 +305,7 @@ def _wgrad_kernel(
                     total += part * left_scale[:, None] * right_scale[None, :]
                 else:
                     total = _product(total, left, right, IS_PRECISE, INTERPRETED)
-            first = begin + num_whole * STRIP
+            first = begin + num_blocks * STRIP
             if not HAS_STRIPS:
                 if first < end:
                     ids = first + tl.arange(0, STRIP)

@@ -42,6 +42,11 @@ class SequentialMLP(ExpertNumbering, MegatronModule):
         for param in self.parameters():
             param.allreduce = is_reduced_like_dense(groups)  # type: ignore[attr-defined]
 
+    @property
+    def saves_rows(self) -> bool:
+        """Whether autograd keeps the rows that are given: not where it keeps FP8 codes of them."""
+        return self.config.fp8 is None or self.config.moe_apply_probs_on_input or not self.config.fp8_wgrad
+
     def graph_capture_blockers(self) -> list[str]:
         """Why a step with these experts cannot be captured."""
         if self.config.moe_pad_expert_input_to_capacity:

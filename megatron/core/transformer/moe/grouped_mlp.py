@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from megatron.core.configs.transformer import TransformerConfig
-from megatron.core.fp8.layer_state import build_fp8_state
+from megatron.core.fp8.layer_state import build_fp8_state, expert_row_multiple
 from megatron.core.fp8.linear import fp8_grouped_linear
 from megatron.core.fp8.padding import RowPadding, plan_padding
 from megatron.core.fusions.fused_grouped_linear import expert_of_row, gather_bias, grouped_linear
@@ -110,6 +110,8 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
     ) -> None:
         """Build the experts of this rank; `submodules` must be None, the grouped products have no parts to choose."""
         super().__init__(config)
+        self.given_row_multiple = 1
+        """The rows of each expert are given as a multiple of this; set by who owns the dispatcher."""
         assert submodules is None, f"submodules={submodules}: GroupedMLP is made of no submodules"
         groups = self.number_experts(num_local_experts, pg_collection)
         width = config.moe_ffn_hidden_size
@@ -139,11 +141,6 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
             has_bias=has_bias,
             allreduce=allreduce,
         )
-
-    @property
-    def saves_rows(self) -> bool:
-        """False if backward reads a copy of the rows: FP8 pads them first, and keeps codes."""
-        return self.linear_fc1.fp8 is None
 
     def graph_capture_blockers(self) -> list[str]:
         """Why a step with these experts cannot be captured."""
@@ -186,12 +183,24 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
             output = add_weighted_bias(output, gather_bias(self.linear_fc2.biases, experts), inner_probs)
         return (output if padding is None else padding.unpad(output)), None
 
-    def _padding(self, tokens_per_expert: torch.Tensor, rows: torch.Tensor) -> RowPadding | None:
-        """Padding that FP8 needs around tokens_per_expert int [n] and rows [R, h]; None if it needs none."""
+    @property
+    def saves_rows(self) -> bool:
+        """Whether autograd keeps the rows that are given: not where it keeps FP8 codes or a padded copy of them."""
         state = self.linear_fc1.fp8
         if state is None:
+            return True
+        return not self._pads and (self.config.moe_apply_probs_on_input or not state.setup.quantizes_wgrad)
+
+    @property
+    def _pads(self) -> bool:
+        """True if FP8 needs more rows than are given."""
+        return self.given_row_multiple % expert_row_multiple(self.config) != 0
+
+    def _padding(self, tokens_per_expert: torch.Tensor, rows: torch.Tensor) -> RowPadding | None:
+        """Padding that FP8 needs around tokens_per_expert int [n] and rows [R, h]; None if it needs none."""
+        if not self._pads:
             return None
-        return plan_padding(tokens_per_expert.to(rows.device), rows.shape[0], state.setup.recipe.row_multiple)
+        return plan_padding(tokens_per_expert.to(rows.device), rows.shape[0], expert_row_multiple(self.config))
 
 
 def activate_experts(

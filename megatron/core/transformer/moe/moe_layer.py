@@ -67,6 +67,7 @@ class MoELayer(MegatronModule):
         experts = specs.experts or (GroupedMLP if config.moe_grouped_gemm else SequentialMLP)
         num_local_experts = self.token_dispatcher.num_local_experts
         self.experts = build_module(experts, num_local_experts, config, pg_collection=groups)
+        self.experts.given_row_multiple = self.token_dispatcher.row_multiple
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size:
             self.shared_experts = build_module(specs.shared_experts or SharedExpertMLP, config, pg_collection=groups)

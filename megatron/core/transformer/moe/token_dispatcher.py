@@ -134,7 +134,7 @@ class MoETokenDispatcher(abc.ABC):
         self.num_local_experts = num_local_experts
         self.local_expert_indices = list(local_expert_indices)
         self.topk = config.moe_router_topk
-        self.row_multiple = 1
+        self.row_multiple = 1  # rows of each expert arrive as a multiple of this, with rows of zeros in between
         self._agreed_tokens: dict[int, int] = {}
 
     has_row_budget = False

@@ -53,7 +53,7 @@ def wgrad_job(recipe, counts, is_fast):
     return main
 
 
-CASES = [("rowwise", (48, 0, 144)), ("rowwise", (0, 0)), ("blockwise", (128, 0, 128)), ("rowwise", (16,))]
+CASES = [("rowwise", (48, 0, 144)), ("rowwise", (0, 0)), ("blockwise", (128, 0, 144)), ("rowwise", (16,))]
 
 
 @pytest.mark.parametrize(("recipe", "counts"), CASES, ids=str)

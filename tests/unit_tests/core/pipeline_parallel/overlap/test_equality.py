@@ -64,7 +64,7 @@ def run_both(pool, cell, steps=STEPS, num_samples=6, fields=None, **changes):
         fields |= {"num_layers": 4, "moe_layer_freq": fields["moe_layer_freq"] * 2}
     case = make_case(**fields)
     layout = dataclasses.replace(EP2, **FORMS[form], **WAYS[way], **PIPES[pipe], **changes)
-    weights = make_weights(case.config(Layout()), case.shape, seed=3)
+    weights = make_weights(case.config(Layout(dtype=layout.dtype)), case.shape, seed=3)
     batch = make_batch(num_samples)
     off = run_step(pool, case, dataclasses.replace(layout, delays_wgrad=False), batch, weights, steps=steps)
     on = run_step(pool, case, dataclasses.replace(layout, overlap=True), batch, weights, steps=steps)
@@ -103,6 +103,32 @@ def test_overlap_changes_no_bit(pool, cell):
 @pytest.mark.parametrize("cell", ALL, ids="-".join)
 def test_overlap_changes_no_bit_over_many_steps(pool, cell):
     check_cell(pool, cell, steps=20)
+
+
+FP8 = {
+    "delayed": {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 2},
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "rowwise": {"fp8": "e4m3", "fp8_recipe": "rowwise", "fp8_wgrad": False},
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cell"),
+    [
+        ("delayed", ("2 experts", "all moe", "delayed", "flex", "PP1")),
+        ("delayed", ("2 experts", "dense last", "delayed, reduced beside backward", "alltoall", "PP2xVPP2")),
+        ("tensorwise", ("1 expert", "dense first, shared", "delayed", "alltoall", "PP1")),
+        ("rowwise", ("4 experts", "all moe", "plain", "flex", "PP1")),
+        ("blockwise", ("2 experts", "all moe", "delayed", "flex", "PP1")),
+    ],
+    ids=str,
+)
+def test_overlap_changes_no_bit_in_fp8(pool, recipe, cell):
+    num_microbatches = 3 if cell[-1] == "PP1" else 4
+    off, on = run_both(pool, cell, STEPS, 2 * num_microbatches, dtype=torch.bfloat16, fields=FP8[recipe])
+    assert_same_bits(off, on)
+    assert on.counters["pairs overlapped"] > 0
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5])

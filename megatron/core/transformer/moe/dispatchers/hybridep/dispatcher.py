@@ -24,6 +24,7 @@ import torch
 
 from megatron.core import step_guard
 from megatron.core.configs.base import Violation, violation
+from megatron.core.fp8.layer_state import expert_row_multiple
 from megatron.core.transformer.moe.dispatchers.hybridep.engine import (
     EngineSetup,
     HybridEPEngine,
@@ -73,6 +74,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         config = self.config
+        self.row_multiple = expert_row_multiple(config)
         setup = EngineSetup(
             group=self.expert_ranks_group,
             num_local_experts=self.num_local_experts,
@@ -100,7 +102,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
     @property
     def _sizes_are_known(self) -> bool:
         """True if the number of rows follows from the number of tokens."""
-        return self.is_padded or (self.has_all_experts and self.is_dropless and self.row_multiple == 1)
+        return self.is_padded or (self.has_all_experts and self.is_dropless)
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -125,7 +127,8 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
             exchange.max_tokens, exchange.row_budget = num_tokens, rows * local
             exchange.host_tokens_per_expert = [rows] * local
         elif self._sizes_are_known:
-            exchange.max_tokens, exchange.row_budget = num_tokens, num_tokens * self.topk
+            rows = worst_case_rows(num_tokens, self.topk, 1, local, self.row_multiple)
+            exchange.max_tokens, exchange.row_budget = num_tokens, rows
         elif factor is not None:
             most = self.agree_on(num_tokens, device, most_tokens)
             slots = exchange.expert_ids.shape[1]
