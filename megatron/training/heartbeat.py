@@ -6,7 +6,9 @@
 
 The posts go to the launcher's key-value store through a connection of this file's own. In the report a rank is, in
 this order: one that left with an error of its own; silent, its beats do not go on; behind, its step or its count of
-collectives is below that of others. Ranks that only lost their peers are not named.
+collectives is below that of others of its pipeline stage (stages send unlike numbers of messages). Ranks that only lost
+their peers are not named, nor are those that wait for a message of another stage: if nobody is behind and some wait,
+it is for the stages where none does. A host waits for messages of gloo, not for those of NCCL.
 """
 
 import contextlib
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from megatron.core import env
 from megatron.core.errors import USER_ERRORS, RankFailure
 from megatron.core.utils.collectives import device_waits, last_collective
+from megatron.core.utils.groups import group_rank
 from megatron.core.utils.logging import get_logger, get_rank, get_world_size
 from megatron.training.callbacks.base import Callback
 from megatron.training.train_state import StepResult, TrainingRun
@@ -52,6 +55,10 @@ class Sign:
     """seconds of the rank's clock"""
     failure: str = ""
     """empty while it runs, VICTIM, or its own error"""
+    stage: int = 0
+    """pipeline rank"""
+    is_waiting: bool = False
+    """for a message of another stage"""
 
     def describe(self, now: float) -> str:
         """One line of the report."""
@@ -78,8 +85,14 @@ def ranks_behind(before: list[Sign], after: list[Sign]) -> list[Sign]:
     silent = [new for old, new in zip(before, after, strict=True) if old.beat == new.beat and not new.failure]
     if left or silent:
         return left + silent
-    furthest = max((sign.step, sign.count) for sign in after)
-    return [sign for sign in after if (sign.step, sign.count) < furthest]
+    furthest: dict[int, tuple[int, int]] = {}
+    for sign in after:
+        furthest[sign.stage] = max(furthest.get(sign.stage, (0, 0)), (sign.step, sign.count))
+    waiting_stages = {sign.stage for sign in after if sign.is_waiting}
+    behind = [s for s in after if not s.is_waiting and (s.step, s.count) < furthest[s.stage]]
+    if behind or not waiting_stages:
+        return behind
+    return [sign for sign in after if sign.stage not in waiting_stages and not sign.failure]
 
 
 def is_communication_error(error: BaseException) -> bool:
@@ -91,7 +104,7 @@ class Heartbeat(Callback):
     """Posts for this rank and reports on the others; as a callback it learns step and phase."""
 
     def __init__(self, store: dist.Store | None, collective_timeout_s: float) -> None:
-        self.step, self.phase, self.failure = 0, "start", ""
+        self.step, self.phase, self.failure, self.stage = 0, "start", "", 0
         self._store = store
         self._stall_s = collective_timeout_s / 2
         self._beat = 0
@@ -99,7 +112,7 @@ class Heartbeat(Callback):
         self._thread = threading.Thread(target=self._beat_until_stopped, name="heartbeat", daemon=True)
 
     def on_step_start(self, run: TrainingRun) -> None:
-        self.step, self.phase = run.state.iteration + 1, "step"
+        self.step, self.phase, self.stage = run.state.iteration + 1, "step", group_rank(run.pg_collection.pp)
 
     def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         self.phase = "after the step"
@@ -158,8 +171,15 @@ class Heartbeat(Callback):
         assert self._store is not None, "a process that is alone posts nothing"
         self._beat += 1
         last = last_collective
-        place = {"step": self.step, "phase": self.phase, "failure": self.failure, "time": time.time()}
+        place = {
+            "step": self.step,
+            "phase": self.phase,
+            "failure": self.failure,
+            "time": time.time(),
+            "stage": self.stage,
+        }
         communication = {"operation": last.operation, "group": last.group, "count": last.count}
+        communication["is_waiting"] = last.waits_for_message
         sign = Sign(get_rank(), self._beat, **place, **communication)
         self._store.set(str(sign.rank), json.dumps(asdict(sign)))
 

@@ -35,7 +35,7 @@ def start_broken_run(
 
     def forward_step(data_iterator, model):
         num_calls[0] += 1
-        per_step = get_args().global_batch_size // (get_args().micro_batch_size * world_size)
+        per_step = get_args().global_batch_size // (get_args().micro_batch_size * get_args().data_parallel_size)
         if (num_calls[0] - 1) % per_step == 0:
             at_step(get_rank(), (num_calls[0] - 1) // per_step + 1)
         return plain_step(data_iterator, model)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.pipeline_parallel.actions import Action, ActionKind, Direction
-from megatron.core.utils.collectives import Message, post_messages
+from megatron.core.utils.collectives import Message, post_messages, wait_for_messages
 
 Key = tuple[Direction, int, int]
 """(direction, chunk, microbatch): a message from the view of one of its ends."""
@@ -53,7 +53,7 @@ class Mailbox:
         assert self.format is not None, "a plan with messages needs seq_length and micro_batch_size"
         messages = [self._message(action, fetch) for action in actions]
         works = post_messages(messages, self.group, self.format.is_batched)
-        # a batch may come back as one handle for all
+        # a batch may come back as one handle for all: a list that they share, which the first wait empties
         handles = [[work] for work in works] if len(works) == len(messages) else [works] * len(messages)
         for action, message, handle in zip(actions, messages, handles, strict=True):
             assert action.direction is not None, f"{action} is no message"
@@ -64,7 +64,7 @@ class Mailbox:
                 self._leaving[action.direction, action.peer] = message.tensor, handle
         if not self.format.is_overlapped:
             for handle in handles:
-                _wait(handle)
+                wait_for_messages(handle)
 
     def _message(self, action: Action, fetch: Callable[[Key], torch.Tensor]) -> Message:
         assert self.format is not None, "a plan with messages needs a message format"
@@ -85,13 +85,13 @@ class Mailbox:
         """Wait for a message that was posted, and give it away: [s, b, h]."""
         assert key in self._arriving, f"{key[0].value}{key[1]}.{key[2]} is read before its RECV"
         buffer, handle = self._arriving.pop(key)
-        _wait(handle)
+        wait_for_messages(handle)
         return buffer
 
     def _retire(self, direction: Direction, peer: int) -> None:
         """Let go of the last output that went this way."""
         _, handle = self._leaving.pop((direction, peer), (None, []))
-        _wait(handle)
+        wait_for_messages(handle)
 
     def close(self) -> None:
         """Wait for the sends that are still under way. Every message has been read."""
@@ -99,9 +99,3 @@ class Mailbox:
             self._retire(*way)
         unread = [f"{key[0].value}{key[1]}.{key[2]}" for key in self._arriving]
         assert not unread, f"received and never read: {' '.join(unread)}"
-
-
-def _wait(handles: list[dist.Work]) -> None:
-    """Wait once: what several messages share, or was waited for when it was posted, is gone from the list."""
-    while handles:
-        handles.pop().wait()

@@ -35,6 +35,7 @@ class LastCollective:
         """Forget everything."""
         self.operation = "none"
         self.count = 0
+        self.waits_for_message = False
         self._group: dist.ProcessGroup | None = None
 
     def note(self, operation: str, group: dist.ProcessGroup | None) -> None:
@@ -216,6 +217,17 @@ def post_messages(messages: Sequence[Message], group: dist.ProcessGroup | None, 
         ends = {"group_dst": message.peer} if message.is_sent else {"group_src": message.peer}
         works.append(op(message.tensor, group=group, **ends))
     return works
+
+
+def wait_for_messages(works: list[dist.Work]) -> None:
+    """Wait for messages and empty the list, so that none is waited for twice.
+
+    Host: waits with gloo; with NCCL only the current stream does.
+    """
+    last_collective.waits_for_message = bool(works)
+    while works:
+        works.pop().wait()
+    last_collective.waits_for_message = False
 
 
 def barrier(group: dist.ProcessGroup | None) -> None:

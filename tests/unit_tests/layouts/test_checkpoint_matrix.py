@@ -36,6 +36,7 @@ CUTS = {
     "one": Layout(),
     "ep2": Layout(dp=2, ep=2),
     "tp2_sp": Layout(tp=2, is_sequence_parallel=True),
+    "pp2": Layout(pp=2),
     "pp2_vpp2": Layout(pp=2, vpp=2),
     "tp2_ep2_etp1": Layout(tp=2, is_sequence_parallel=True, ep=2, etp=1),
     "cp2": Layout(cp=2),
@@ -86,6 +87,13 @@ def test_the_next_layout_of_a_ring_loads(pool, tmp_path, source, target):
     saved = save_each(pool, CASES["tied"], [source], tmp_path, torch.float64)
     is_parallel = target in ("tp2_sp", "tp2_ep2_etp1_zero", "cp2")
     check_loads(pool, CASES["tied"], saved, target, tmp_path, torch.float64, ckpt_fully_parallel_load=is_parallel)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("source", ["one", "pp2"])
+def test_stages_load_what_one_rank_or_stages_saved(pool, tmp_path, source, case):
+    saved = save_each(pool, CASES[case], [source], tmp_path, torch.float64)
+    check_loads(pool, CASES[case], saved, "pp2", tmp_path, torch.float64)
 
 
 @pytest.mark.full

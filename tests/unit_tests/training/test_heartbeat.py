@@ -15,8 +15,12 @@ from tests.common.broken_ranks import BEAT_S, start_broken_run
 from tests.common.forked_run import wait_ranks
 
 
-def sign(rank, beat=5, step=4, count=9, failure=""):
-    return Sign(rank, beat=beat, step=step, count=count, failure=failure)
+def sign(rank, beat=5, step=4, count=9, failure="", stage=0, is_waiting=False):
+    return Sign(rank, beat=beat, step=step, count=count, failure=failure, stage=stage, is_waiting=is_waiting)
+
+
+def waiting(rank, **place):
+    return sign(rank, is_waiting=True, **place)
 
 
 BEFORE = [sign(0, beat=1), sign(1, beat=1), sign(2, beat=1)]
@@ -31,6 +35,11 @@ BEFORE = [sign(0, beat=1), sign(1, beat=1), sign(2, beat=1)]
         pytest.param([sign(0), sign(1, beat=1, step=5), sign(2, count=8)], [1], id="silent-before-slow"),
         pytest.param([sign(0), sign(1, beat=1, failure=VICTIM), sign(2)], [], id="victim-that-has-left"),
         pytest.param([sign(0, count=7), sign(1, beat=1, failure="ValueError: x"), sign(2)], [1], id="own-error"),
+        pytest.param([sign(0), sign(1, stage=1, count=3), sign(2, stage=2, count=5)], [], id="stages-count-apart"),
+        pytest.param([waiting(0), sign(1, stage=1, count=3), waiting(2, stage=2)], [1], id="stage-that-is-waited-for"),
+        pytest.param([waiting(0, count=5), sign(1, stage=1, count=3), sign(2)], [1], id="waiting-is-not-behind"),
+        pytest.param([waiting(0), sign(1, stage=1, count=3), sign(2, stage=1)], [1], id="behind-in-its-stage"),
+        pytest.param([waiting(0), waiting(1, stage=1), waiting(2, stage=2)], [], id="all-stages-wait"),
     ],
 )
 def test_ranks_behind_are_those_to_blame(after, named):

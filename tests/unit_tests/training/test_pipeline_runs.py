@@ -1,10 +1,17 @@
 """`pretrain_gpt.py` with pipeline stages: the bits of one rank, evaluation and router figures included."""
 
+import os
+import random
 import re
+import signal
+import time
 
 import pytest
 
-from tests.common.forked_run import RankResult, run_ranks
+from megatron.training.checkpoint_paths import complete_iterations, read_tracker
+from tests.common.broken_ranks import BEAT_S, start_broken_run
+from tests.common.forked_run import RankResult, run_ranks, wait_ranks
+from tests.common.token_files import write_tokens
 
 FLAGS = (
     "--device cpu --transformer-impl local --num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
@@ -65,3 +72,60 @@ def test_checkpoint_of_one_rank_goes_on_in_stages(tmp_path) -> None:
     first = run(1, f"--save {tmp_path} --save-interval 2 --exit-interval 2").hashes()
     second = run(2, VPP2, f"--load {tmp_path}").hashes()
     assert first + second == straight
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stages", [PP2, VPP2])
+def test_whole_validation_set_has_the_loss_of_one_rank(tmp_path, stages: str) -> None:
+    """The set has an odd number of batches, which groups of microbatches need not divide."""
+    draw = random.Random(5)
+    documents = [[draw.randrange(499) for _ in range(17)] for _ in range(20)]
+    prefix = write_tokens(tmp_path / "set", documents)
+    whole = f"--full-validation --train-data-path {prefix} --valid-data-path {prefix}"
+    one, cut = (
+        run_ranks(size, f"{FLAGS.replace('--mock-data', '')} {whole} {flags}".split())
+        for size, flags in ((1, ""), (2, stages))
+    )
+    assert [rank.status for rank in cut] == [0, 0], cut[0].output[-3000:]
+    losses = [re.findall(r"validation loss at iteration \d+ \| lm loss value: (\S+)", r[-1].output) for r in (one, cut)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 1
+
+
+def at_third_step(stage, action):
+    """Let `stage` do something at the start of its third step."""
+
+    def at_step(rank, step):
+        if rank == stage and step == 3:
+            time.sleep(3 * BEAT_S)  # until this place has been posted
+            action()
+
+    return at_step
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 1])
+def test_signal_to_one_stage_lets_all_save_at_one_step(tmp_path, stage: int) -> None:
+    save = tmp_path / "checkpoints"
+    flags = f"{PP2} --num-layers 2 --exit-signal-handler --save-interval 2 --save {save}"
+    terminate = at_third_step(stage, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    results = wait_ranks(start_broken_run(tmp_path, flags, 2, terminate), tmp_path)
+    assert [result.status for result in results] == [0, 0], results[0].output[-3000:]
+    assert (read_tracker(save), complete_iterations(save)) == (3, [2, 3])
+
+
+@pytest.mark.full
+def test_stage_that_dies_is_named_by_the_other(tmp_path) -> None:
+    kill = at_third_step(1, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    first, last = wait_ranks(start_broken_run(tmp_path, f"{PP2} --num-layers 2", 2, kill), tmp_path)
+    assert (first.status, last.status) == (1, -signal.SIGKILL)
+    assert "ranks behind: 1; seen from rank 0: step 3 (step), messages over pp" in first.output
+    assert "Traceback" not in first.output
+
+
+@pytest.mark.full
+def test_stage_that_hangs_is_named_by_its_place(tmp_path) -> None:
+    hang = at_third_step(1, lambda: time.sleep(30))
+    first, _ = wait_ranks(start_broken_run(tmp_path, f"{PP2} --num-layers 2", 2, hang, timeout_s=12.0), tmp_path)
+    assert first.status == 1
+    assert re.search(r"RankFailure: .*; ranks behind: 1; seen from rank 0: step 3 ", first.output), first.output[-2000:]
