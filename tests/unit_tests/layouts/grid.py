@@ -1,6 +1,7 @@
-"""All layouts of a mixture on 1, 2 and 4 ranks: TP with SP, CP, EP, ETP, DP, times how gradients are kept."""
+"""All layouts of a mixture on 1, 2 and 4 ranks: TP with SP, CP, EP, ETP, DP; ways to keep gradients and activations."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from tests.common.layouts import Layout
@@ -26,6 +27,10 @@ GATHER = ZERO | REDUCE | {"overlap_param_gather": True}
 BUFFERS = {"plain": {}, "reduce": REDUCE, "zero": ZERO, "gather": GATHER}
 """Gradients reduced at the end or beside backward; states whole or sharded; weights gathered at once or when used."""
 
+MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+RECOMPUTE = {"all_kept": (), "layers": ("uniform", "1"), "modules": MODULES}
+"""Activations kept, computed again layer by layer, or part by part."""
+
 
 def split(tp: int = 1, cp: int = 1, dp: int = 1, **changes) -> Layout:
     """A layout of a mixture; with TP the sequence of a rank is split."""
@@ -48,25 +53,27 @@ def comm_types(layout: Layout) -> tuple[str, ...]:
 
 
 def every_layout() -> Iterator[Layout]:
-    """All sizes with every form of buffers, and with every dispatcher and way of attention."""
+    """All sizes with every form of buffers and of recompute, and with every dispatcher and way of attention."""
     for size in every_size():
-        for buffers in BUFFERS.values():
-            yield dataclasses.replace(size, **buffers)
-        yield dataclasses.replace(size, dispatcher="allgather", **GATHER)
-        yield dataclasses.replace(size, dispatcher="flex", **ZERO)
+        for buffers, recompute in itertools.product(BUFFERS.values(), RECOMPUTE.values()):
+            yield dataclasses.replace(size, **buffers, recompute=recompute)
+        for recompute in RECOMPUTE.values():
+            yield dataclasses.replace(size, dispatcher="allgather", recompute=recompute, **GATHER)
+            yield dataclasses.replace(size, dispatcher="flex", recompute=recompute, **ZERO)
         for comm_type in comm_types(size)[1:]:
             yield dataclasses.replace(size, cp_comm_type=comm_type, **ZERO)
 
 
+LAYERS, PARTS = {"recompute": RECOMPUTE["layers"]}, {"recompute": RECOMPUTE["modules"]}
 CHOSEN = [
     split(tp=2, etp=2, **ZERO),
     split(tp=2, dp=2, ep=2, etp=1, **GATHER),
-    split(tp=2, dp=2, ep=2, etp=2, **ZERO),
-    split(tp=2, dp=2, ep=4, etp=1, dispatcher="allgather", **GATHER),
+    split(tp=2, dp=2, ep=2, etp=2, **ZERO, **LAYERS),
+    split(tp=2, dp=2, ep=4, etp=1, dispatcher="allgather", **GATHER, **PARTS),
     split(tp=2, dp=2, etp=2, **REDUCE),
-    split(tp=2, cp=2, ep=2, etp=2, **GATHER),
-    split(cp=2, dp=2, ep=2, etp=1, cp_comm_type="all_gather", **REDUCE),
+    split(tp=2, cp=2, ep=2, etp=2, **GATHER, **LAYERS),
+    split(cp=2, dp=2, ep=2, etp=1, cp_comm_type="all_gather", **REDUCE, **PARTS),
     split(cp=2, dp=2, ep=2, etp=2, **ZERO),
     split(tp=2, cp=2, ep=4, etp=1, dispatcher="flex", **ZERO),
 ]
-"""For every change: TP and CP with sharded states and with overlap."""
+"""For every change: TP and CP with sharded states, with overlap and with recompute."""

@@ -63,7 +63,7 @@ class ReversedRows:
     undo = apply
 
 
-def reversed_rows(*_):
+def reversed_rows(*_, **__):
     return ReversedRows()
 
 
