@@ -19,6 +19,7 @@ import torch
 
 from megatron.core.configs.fp8 import Fp8Config
 from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.errors import ConfigError
 from megatron.core.fp8.operand import quantize_weight, tensor_amax
 from megatron.core.fp8.quantize import Operand, factor_of
 from megatron.core.fp8.recipes import FORWARD_DTYPE, Fp8RecipeSpec, gradient_dtype, recipe_spec
@@ -117,10 +118,27 @@ def expert_row_multiple(config: TransformerConfig) -> int:
     return 1 if setup is None or not config.moe_grouped_gemm else setup.recipe.row_multiple
 
 
-def build_fp8_state(config: Fp8Config) -> Fp8LayerState | None:
-    """State of a linear layer under `config`; None without FP8."""
+def build_fp8_state(config: TransformerConfig) -> Fp8LayerState | None:
+    """State of a linear layer under `config`; None without FP8.
+
+    Raises: ConfigError on a GPU whose tensor cores have no FP8.
+    """
     setup = fp8_setup(config)
-    return None if setup is None else Fp8LayerState(setup)
+    if setup is None:
+        return None
+    if config.device != "cpu" and torch.cuda.is_available():
+        _require_capability(setup.recipe)
+    return Fp8LayerState(setup)
+
+
+def _require_capability(recipe: Fp8RecipeSpec) -> None:
+    found = torch.cuda.get_device_capability()
+    if found < recipe.min_capability:
+        wanted, has = (".".join(map(str, version)) for version in (recipe.min_capability, found))
+        raise ConfigError(
+            f"fp8_recipe={recipe.name!r}: needs a GPU of compute capability {wanted}, this one has {has}; drop "
+            "--fp8-format."
+        )
 
 
 def forget_weight_codes(chunks: Iterable[torch.nn.Module]) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.errors import ConfigError
 from megatron.core.fp8.layer_state import GRADIENT, INPUT, Fp8LayerState, Fp8Setup, build_fp8_state
 from megatron.core.fp8.recipes import RECIPES, gradient_dtype
 
@@ -86,3 +87,12 @@ def test_other_recipes_have_neither_history_nor_factor():
 
 def test_configuration_without_fp8_has_no_state():
     assert build_fp8_state(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)) is None
+
+
+def test_a_gpu_without_fp8_is_refused(monkeypatch):
+    fields = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "bf16": True, "fp8": "hybrid"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ConfigError, match=r"fp8_recipe='delayed': needs a GPU of compute capability 9.0, this one has"):
+        build_fp8_state(TransformerConfig(**fields))
+    assert build_fp8_state(TransformerConfig(**fields, device="cpu")) is not None

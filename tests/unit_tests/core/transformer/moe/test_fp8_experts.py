@@ -1,0 +1,46 @@
+"""Experts in FP8: rows padded by the dispatch or by the experts, grouped or one expert at a time."""
+
+import re
+
+import pytest
+import torch
+
+from megatron.core.fp8.recipes import RECIPES
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from tests.common.moe_layers import moe_config, normal
+
+SIZES = {"hidden_size": 32, "moe_ffn_hidden_size": 48, "num_moe_experts": 4, "moe_router_topk": 2}
+
+
+def seed_of(name):
+    """One for each product and expert, whatever the experts are called."""
+    experts = re.findall(r"local_experts\.(\d+)|weight(\d+)", name)
+    return 2 * int("".join(experts[0])) + ("fc2" in name) if experts else 99
+
+
+def results(recipe, **fields):
+    """Output, input gradient and weight gradients of one layer on one rank."""
+    config = moe_config(**SIZES, params_dtype=torch.float32, fp8="hybrid", fp8_recipe=recipe, **fields)
+    layer = MoELayer(config)
+    with torch.no_grad():
+        for name, param in layer.named_parameters():
+            param.copy_(normal(*param.shape, seed=seed_of(name)).float() * 0.1)
+    hidden = normal(9, 2, 32, seed=1).float().requires_grad_()
+    output, _ = layer(hidden)
+    output.backward(normal(9, 2, 32, seed=2).float())
+    grads = {name: param.grad for name, param in layer.named_parameters()}
+    return {"output": output, "hidden": hidden.grad, **grads}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_padded_by_the_dispatch_equal_rows_padded_by_the_experts(recipe):
+    padded_here = results(recipe, moe_grouped_gemm=True)
+    padded_there = results(recipe, moe_grouped_gemm=True, moe_token_dispatcher_type="flex")
+    for name, want in padded_here.items():
+        torch.testing.assert_close(padded_there[name], want, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_output_of_grouped_experts_equals_that_of_experts_in_sequence(recipe):
+    grouped, single = (results(recipe, moe_grouped_gemm=is_grouped) for is_grouped in (True, False))
+    torch.testing.assert_close(grouped["hidden"], single["hidden"], rtol=1e-5, atol=1e-6)
