@@ -32,6 +32,10 @@ CASES = {
     "tied": make_case(TIED, **FIELDS, moe_layer_freq=1),
     "untied": make_case(SHAPE, **FIELDS, moe_layer_freq=[0, 1, 1, 0]),
 }
+WIDE = {"hidden_size": 32, "ffn_hidden_size": 32, "moe_ffn_hidden_size": 32}
+FP8_CASE = make_case(
+    SHAPE, **FIELDS, **WIDE, moe_layer_freq=[0, 1, 1, 1], fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=3
+)
 CUTS = {
     "one": Layout(),
     "ep2": Layout(dp=2, ep=2),
@@ -116,3 +120,20 @@ def test_a_detour_through_another_layout_ends_in_the_same_bits(pool, tmp_path, b
     before, resumed = join_passages(ranks), join_passages([rank["b"] for rank in after])
     assert differences(before, resumed) == []
     assert resumed.losses == before.losses
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", ["one", "ep2_zero", "tp2_ep2_etp1", "pp2_vpp2_zero", "cp2"])
+def test_amax_histories_of_fp8_move_with_their_layers(pool, tmp_path, target):
+    saved = save_each(pool, FP8_CASE, ["pp2_vpp2", "ep2"], tmp_path, torch.bfloat16)
+    assert any(name.endswith("amax_history") for name in saved["ep2"].state)
+    check_loads(pool, FP8_CASE, saved, target, tmp_path, torch.bfloat16)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", ["one", "tp2_sp", "cp2_zero"])
+def test_uneven_stages_number_their_layers_like_any_other(pool, tmp_path, target):
+    """A loss stage of its own, and a first stage with the embedding alone."""
+    layout = Layout(pp=2, vpp=2, pipeline_layout="E|ttt|t|L")
+    ranks = pool.run(train_and_save, CASES["tied"], layout, tmp_path / "uneven", {}, world_size=2)
+    check_loads(pool, CASES["tied"], {"uneven": join_passages(ranks)}, target, tmp_path, torch.float64)

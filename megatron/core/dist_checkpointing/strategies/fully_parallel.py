@@ -3,7 +3,7 @@
     1. assign     from what all ranks want, each rank computes the same table: who reads which box. A reader wants part
                   of the box itself; boxes go, largest first, to the candidate with the fewest bytes
     2. read       each rank reads its next boxes whole, in the order of the files, about `ROUND_BYTES`
-    3. exchange   one all-to-all of bytes over CPU memory; what arrives is copied into place; on with 2
+    3. exchange   one all-to-all of bytes, on the CPU if the group can; what arrives is copied into place; on with 2
 
 So the files are read once whatever the number of replicas. Memory: on the CPU two to three times `ROUND_BYTES`, or the
 largest box. Communication: the bytes that each rank does not read itself.
@@ -155,8 +155,8 @@ def exchange(
 ) -> None:
     """Steps 2 and 3. `read` fills whole stored boxes from the files; `tensors` are filled in place.
 
-    Every rank of `group`, which needs a CPU backend, goes through the same number of rounds; `read` may raise only
-    after the other ranks have heard of it.
+    Every rank of `group` goes through the same number of rounds; `read` may raise only after the other ranks have heard
+    of it.
     """
     rank = group_rank(group)
     for runs in zip_longest(*map(_rounds, by_reader), fillvalue=[]):
@@ -201,7 +201,13 @@ def _swap(
         for box, part in going:
             raw = data_of[id(box)][part.in_stored].contiguous().view(-1).view(torch.uint8)
             pieces += [raw, raw.new_zeros(box.padded_bytes(part) - raw.numel())]
-    sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-    received = torch.empty(sum(recv_counts), dtype=torch.uint8)
+    device = _message_device(group)
+    sent = torch.cat([torch.empty(0, dtype=torch.uint8), *pieces]).to(device)
+    received = torch.empty(sum(recv_counts), dtype=torch.uint8, device=device)
     all_to_all(received, sent, group, recv_counts, send_counts)
-    return received.split(recv_counts)
+    return received.cpu().split(recv_counts)
+
+
+def _message_device(group: dist.ProcessGroup | None) -> str:
+    """The CPU, unless the group can only send from accelerators (--disable-gloo-process-groups)."""
+    return "cpu" if group is None or "cpu:" in dist.get_backend_config(group) else "cuda"

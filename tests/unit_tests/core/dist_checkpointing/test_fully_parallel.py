@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing import ShardedTensor, load, replicated, save
+from megatron.core.dist_checkpointing import PendingSave, ShardedTensor, load, replicated, save
 from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.core.dist_checkpointing.strategies.safe_metadata import SafeFileSystemReader
 from megatron.core.errors import CheckpointError
@@ -129,6 +129,22 @@ def test_without_it_replicas_are_read_by_every_rank(pool, tmp_path):
     ranks = pool.run(load_state, tmp_path / "c", 1, False, 2**26, world_size=4)
     assert [wrong for _, wrong in ranks] == [[]] * 4
     assert sum(count for count, _ in ranks) > 1.05 * model_bytes() + 3 * ROWS * WIDTH * 7
+
+
+def save_replicas(folder: Path, is_parallel: bool) -> None:
+    boxes = [replicated(f"w{number}", torch.ones(2000)) for number in range(6)]
+    PendingSave(folder, boxes, {}, fully_parallel=is_parallel).commit()
+
+
+@pytest.mark.parametrize(("is_parallel", "num_files"), [(True, 2), (False, 1)])
+def test_replicas_are_written_by_all_ranks_or_by_the_lowest(pool, tmp_path, is_parallel, num_files):
+    pool.run(save_replicas, tmp_path / "c", is_parallel)
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "c").glob("*.distcp")}
+    assert len([size for size in sizes.values() if size > 3 * 8000]) == num_files, sizes
+    assert sizes["__0_0.distcp"] > 3 * 8000
+    got = [replicated(f"w{number}", torch.zeros(2000)) for number in range(6)]
+    load(tmp_path / "c", got)
+    assert all(bool((box.data == 1).all()) for box in got)
 
 
 def save_one_each(folder: Path) -> None:
