@@ -2,7 +2,8 @@
 
 Expert parallelism gives rank r of W the experts r * n ... r * n + n - 1. A parameter is called by its *global* expert,
 `linear_fc1.weight{e}`, whether the experts run grouped (local name `linear_fc1.weight{i}`) or one after the other
-(`local_experts.{i}.linear_fc1.weight`): both load the same checkpoint and start from the same weights.
+(`local_experts.{i}.linear_fc1.weight`): both load the same checkpoint and start from the same weights. What else an
+expert keeps, its amaxes for FP8, is `local_experts.{e}.linear_fc1.fp8...`.
 """
 
 import re
@@ -12,6 +13,7 @@ from megatron.core.utils.groups import group_rank, group_size
 
 _GROUPED = re.compile(r"(linear_fc[12]\.(?:weight|bias))(\d+)")
 _SEQUENTIAL = re.compile(r"local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
+_OF_ONE_EXPERT = re.compile(r"local_experts\.(\d+)\.(.+)")
 
 
 class ExpertNumbering:
@@ -30,11 +32,13 @@ class ExpertNumbering:
         return groups
 
     def global_name(self, local_name: str) -> str:
-        """Name in the unsharded model of the parameter `local_name` below this module."""
+        """Name in the unsharded model of the parameter or buffer `local_name` below this module."""
         if match := _GROUPED.fullmatch(local_name):
             stem, index = match.group(1), match.group(2)
         elif match := _SEQUENTIAL.fullmatch(local_name):
             stem, index = match.group(2), match.group(1)
+        elif match := _OF_ONE_EXPERT.fullmatch(local_name):
+            return f"local_experts.{self.first_expert + int(match.group(1))}.{match.group(2)}"
         else:
             return local_name
         return f"{stem}{self.first_expert + int(index)}"

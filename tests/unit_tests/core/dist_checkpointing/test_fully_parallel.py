@@ -147,6 +147,21 @@ def test_replicas_are_written_by_all_ranks_or_by_the_lowest(pool, tmp_path, is_p
     assert all(bool((box.data == 1).all()) for box in got)
 
 
+def load_replicas(folder: Path) -> int:
+    """Bytes that this rank read of tensors that both ranks want whole."""
+    counts: list[int] = []
+    with counting_reads(counts):
+        load(folder, [replicated(f"w{number}", torch.zeros(2000)) for number in range(6)], fully_parallel=True)
+    return sum(counts)
+
+
+def test_replicas_are_read_in_equal_shares(pool, tmp_path):
+    pool.run(save_replicas, tmp_path / "c", True)
+    shares = pool.run(load_replicas, tmp_path / "c")
+    assert min(shares) == pytest.approx(max(shares), rel=0.01)
+    assert min(shares) > 3 * 8000
+
+
 def save_one_each(folder: Path) -> None:
     save(folder, [replicated(f"w{dist.get_rank()}", torch.ones(500))], {})
 

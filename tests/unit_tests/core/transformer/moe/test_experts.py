@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from megatron.core.module_api.global_names import named_global_parameters
 from megatron.core.param_attrs import param_attrs
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.expert_names import ExpertNumbering
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from tests.common.moe_layers import moe_config, normal
 
@@ -99,3 +100,13 @@ def test_grouped_weights_stay_packed_through_conversion():
     weights = module.linear_fc1.weights
     assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
     assert weights[1].data_ptr() - weights[0].data_ptr() == 48 * 16 * 2
+
+
+def test_amaxes_of_an_expert_are_known_by_its_global_number():
+    numbering = ExpertNumbering()
+    numbering.num_local_experts, numbering.first_expert = 2, 2
+    names = [f"local_experts.1.linear_fc1.{rest}" for rest in ("weight", "fp8.amax_history")]
+    assert [numbering.global_name(name) for name in names] == [
+        "linear_fc1.weight3",
+        "local_experts.3.linear_fc1.fp8.amax_history",
+    ]
