@@ -66,10 +66,12 @@ def small_sizes(args: argparse.Namespace, world_size: int) -> dict[str, int]:
         args.pipeline_model_parallel_size,
         args.expert_model_parallel_size,
     )
-    seq = min(args.seq_length, 8 * tp * cp)
+    seq = min(args.seq_length or 8 * tp * cp, 8 * tp * cp)
+    heads = args.num_attention_heads or 4 * tp * cp
     micro_batches = 2 * pp if pp > 1 else 3
     sizes = {
-        "hidden_size": 8 * args.num_attention_heads,
+        "num_attention_heads": heads,
+        "hidden_size": 8 * heads,
         "ffn_hidden_size": 16 * tp,
         "seq_length": seq,
         "max_position_embeddings": seq,

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from megatron.core import env, streams
 from megatron.core.pipeline_parallel.overlap.meter import Span, hidden_share, union
 
@@ -111,7 +113,12 @@ def main(arguments: Sequence[str]) -> int:
     if not all(path.suffix == ".json" for path in paths):
         paths = [profile_run(arguments)]
     for path in paths:
-        lines = report(read_spans(json.loads(path.read_text(encoding="utf-8"))["traceEvents"]))
+        try:
+            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            sys.stderr.write(f"{path}: not a readable trace of --profile ({type(error).__name__}: {error})\n")
+            return 2
+        lines = report(read_spans(events))
         sys.stdout.write("\n".join([f"{path}", *lines, ""]))
     return 0
 

@@ -156,7 +156,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return exit_code(error)
     if options.png is not None:
-        draw(name, shape, options.png)
+        try:
+            draw(name, shape, options.png)
+        except OSError as error:
+            sys.stderr.write(f"--png {options.png}: cannot be written ({error}); name a file in a folder that exists\n")
+            return 2
         sys.stdout.write(f"drawn into {options.png}\n")
     return 0
 

@@ -157,6 +157,9 @@ class MoEConfig(ConfigTopic):
             if value is not None and value < 1:
                 remedy = f"set --{name.replace('_', '-')} to a positive number or drop it"
                 found.append(violation(self, name, "an expert has a width", remedy))
+        if self.moe_flex_dispatcher_num_sms is not None and self.moe_flex_dispatcher_num_sms < 1:
+            remedy = "set --moe-flex-dispatcher-num-sms to 1 or more, or drop it for the engine's own choice"
+            found.append(violation(self, "moe_flex_dispatcher_num_sms", "a kernel runs on at least one", remedy))
         strengths = (
             "moe_z_loss_coeff",
             "moe_input_jitter_eps",

@@ -122,6 +122,7 @@ def test_far_too_few_layers_name_a_smaller_pipeline():
         ({PP: 2, LAYOUT: "Et*4|t*4L", VPP: 2}, "the layout has 2 stages; give the layout alone"),
         ({PP: 2, FIRST: 2, PER_CHUNK: 2}, "each says how layers are split"),
         ({VPP: 2}, "chunks interleave over at least 2 stages"),
+        ({PP: 2, PER_CHUNK: 0}, "num_layers_per_virtual_pipeline_stage=0: a chunk has layers"),
         ({FIRST: 2}, "6 layers are left for 0 equal ranks; drop the flag"),
         ({PP: 2, "microbatch_group_size_per_vp_stage": 2}, "a rank has one chunk"),
     ],

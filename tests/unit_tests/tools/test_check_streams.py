@@ -53,3 +53,10 @@ def test_reduction_that_nobody_waits_for_ends_with_one(capfd, monkeypatch):
 def test_clean_configuration_ends_with_zero(capfd):
     assert main(WORDS) == 0
     assert "stream check: no findings in" in capfd.readouterr().out
+
+
+def test_widths_and_lengths_may_be_left_out():
+    flags = ["--expert-model-parallel-size", "2", "--num-experts", "4", "--num-layers", "2"]
+    words, world_size = command_line(flags, 2, False, None)
+    assert world_size == 2
+    assert words[words.index("--seq-length") + 1] == "8"

@@ -50,3 +50,10 @@ def test_traces_are_read_from_files(tmp_path, capsys):
     path.write_text(json.dumps({"traceEvents": EVENTS}), encoding="utf-8")
     assert main([str(path)]) == 0
     assert "dispatch" in capsys.readouterr().out
+
+
+def test_unreadable_trace_is_named(tmp_path, capsys):
+    broken = tmp_path / "rank-0.json"
+    broken.write_text("{}")
+    assert main([str(broken)]) == 2
+    assert f"{broken}: not a readable trace of --profile" in capsys.readouterr().err

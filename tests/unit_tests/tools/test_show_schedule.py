@@ -50,3 +50,9 @@ def test_a_line_that_cannot_run_is_refused_with_one_that_can(capsys):
     assert (status, text) == (2, "")
     assert "the last group has 1 microbatches" in error
     assert "use 2 or 4 microbatches" in error
+
+
+def test_picture_without_a_folder_is_refused(capsys, tmp_path):
+    status, _, message = run(capsys, f"{SMALL} --png {tmp_path}/none/schedule.png")
+    assert status == 2
+    assert "name a file in a folder that exists" in message

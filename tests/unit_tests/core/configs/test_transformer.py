@@ -109,6 +109,7 @@ def test_all_violations_come_at_once():
         ),
         ({"moe_expert_capacity_factor": 0.0}, "moe_expert_capacity_factor=0.0", "no expert has room for a token"),
         ({"moe_pad_expert_input_to_capacity": True}, "moe_pad_expert_input_to_capacity=True", "no capacity to pad to"),
+        ({"moe_flex_dispatcher_num_sms": 0}, "moe_flex_dispatcher_num_sms=0", "a kernel runs on at least one"),
         ({"moe_layer_freq": [1, 0]}, "moe_layer_freq=[1, 0] with num_layers=4", "one 0 or 1 for each layer"),
         ({"moe_layer_freq": 0}, "moe_layer_freq=0 with num_layers=4", "positive integer"),
         ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input=True", "one expert per token"),
