@@ -199,13 +199,15 @@ def native_stream(role: Role) -> torch.cuda.Stream | None:
     return _STATE.native(role)
 
 
-def declare(name: str, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()) -> None:
+def declare(name: str, reads: Iterable[torch.Tensor | None] = (), writes: Iterable[torch.Tensor | None] = ()) -> None:
     """Say which tensors [...] the kernel `name` touches, which torch does not dispatch; call it before the launch.
 
-    A Triton kernel or a library call is invisible to an observer otherwise.
+    A Triton kernel or a library call is invisible to an observer otherwise. What it adds to is read and written. None
+    stands for an operand that a launch does without.
     """
     if _STATE.observer is not None:
-        _STATE.observer.on_access(name, reads, writes)
+        present = ([tensor for tensor in tensors if tensor is not None] for tensors in (reads, writes))
+        _STATE.observer.on_access(name, *present)
 
 
 def put_off(work: object) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core import streams
 from megatron.core.fusions.grouped_wgrad import described, num_free_sms
 from megatron.core.fusions.triton_casts import is_interpreted, narrow
 from megatron.core.optional_deps import tl, triton_jit
@@ -89,6 +90,7 @@ def grouped_rows_product(
     matrix = weight.codes.view(num_experts * num_out, width)
     strides = (rows.scale.stride(1), *weight.scale.stride()) if has_strips else (0, num_out, 0, 0)
     interpreted = is_interpreted()
+    streams.declare("fp8 rows", (rows.codes, matrix, rows.scale, weight.scale, ends), (out,))
     _rows_kernel[(row_tiles * -(-num_out // cut.block_out),)](
         described(rows.codes, [cut.block_rows, STRIP]),
         described(matrix, [cut.block_out, STRIP]),
@@ -139,6 +141,8 @@ def grouped_wgrad_product(
     strides = (grad.scale.stride(1), rows.scale.stride(1)) if has_strips else (num_out, num_in)
     num_programs = cut.programs_per_sm * num_free_sms(main_grad.device)
     interpreted = is_interpreted()
+    operands = (grad.codes, rows.codes, grad.scale, rows.scale, ends)
+    streams.declare("fp8 wgrad", (*operands, main_grad), (main_grad,))
     _wgrad_kernel[(num_programs,)](
         described(grad.codes, [cut.block_rows, STRIP]),
         described(rows.codes, [cut.block_out, STRIP]),

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core import streams
 from megatron.core.fusions.triton_casts import is_interpreted, to_e4m3, to_e5m2
 from megatron.core.optional_deps import is_available, tl, triton_jit
 
@@ -124,12 +125,15 @@ def amaxes(values: torch.Tensor, *, by_line: bool, by_column: bool = True, owner
         columns = zeros(num_matrices if owners is None else num_experts, num_columns)
     tile_rows = _ROWS_OF_OWNER if by_line and owners is not None else 64
     if values.numel():
+        of_row = None if owners is None else owners.of_row
+        found = (matrix, rows, columns)
+        streams.declare("fp8 amaxes", (values, of_row, *found), found)
         _amax_kernel[(-(-num_rows // tile_rows), num_matrices)](
             values,
             matrix,
             rows,
             columns,
-            None if owners is None else owners.of_row,
+            of_row,
             values.stride(0),
             values.stride(1),
             num_rows,
@@ -162,15 +166,19 @@ def cast(
     tile = (BLOCK, BLOCK) if has_blocks else (64, 128)
     if values.numel():
         grid = (-(-num_rows // tile[0]) * -(-num_columns // tile[1]), num_matrices)
+        row_factor = factors.matrix if mode is Mode.MATRIX else factors.rows
+        of_row = None if owners is None else owners.of_row
+        made = (raw.rows, raw.columns, raw.row_scale, raw.column_scale)
+        streams.declare("fp8 cast", (values, row_factor, factors.columns, of_row), made)
         _cast_kernel[grid](
             values,
             raw.rows,
             raw.columns,
-            factors.matrix if mode is Mode.MATRIX else factors.rows,
+            row_factor,
             factors.columns,
             raw.row_scale,
             raw.column_scale,
-            None if owners is None else owners.of_row,
+            of_row,
             values.stride(0),
             values.stride(1),
             num_rows,

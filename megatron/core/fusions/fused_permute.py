@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megatron.core import streams
 from megatron.core.fusions.fused_row_layout import TAIL, RowLayout, uses_kernels
 from megatron.core.fusions.triton_casts import is_interpreted, narrow
 from megatron.core.optional_deps import tl, triton_jit
@@ -139,6 +140,7 @@ def kernel_gather(
     if num_rows:
         columns, num_parts = _parts(width, GATHER_TILE)
         shape = (width, tokens.stride(0), num_slots)
+        streams.declare("gather rows", (tokens, probs, pairs), (rows, row_probs))
         _gather_kernel[(num_rows, num_parts)](tokens, probs, pairs, rows, row_probs, *shape, columns, num_warps=2)
     return rows, row_probs
 
@@ -154,9 +156,11 @@ def kernel_spread(
     row_probs = None if probs is None else probs.new_empty(num_rows)
     columns, num_parts = _parts(width, SPREAD_TILE)
     if layout.has_padding and num_rows:
+        streams.declare("clear padding", (layout.pairs,), (rows, row_probs))
         _clear_kernel[(num_rows, num_parts)](layout.pairs, rows, row_probs, width, columns)
     if num_tokens:
         shape = (width, tokens.stride(0), num_slots, columns)
+        streams.declare("spread rows", (tokens, probs, layout.slots), (rows, row_probs))
         _spread_kernel[(num_tokens, num_parts)](tokens, probs, layout.slots, rows, row_probs, *shape)
     return rows, row_probs
 
@@ -174,6 +178,7 @@ def kernel_sum(
         columns, num_parts = _parts(width, SUM_TILE)
         modes = {"is_double": torch.float64 in (rows.dtype, dtype), "interpreted": is_interpreted()}
         shape = (width, rows.stride(0), num_slots)
+        streams.declare("sum rows", (rows, row_probs, slots), (tokens, probs))
         _sum_kernel[(num_tokens, num_parts)](rows, row_probs, slots, tokens, probs, *shape, **modes, columns=columns)
     return tokens, probs
 

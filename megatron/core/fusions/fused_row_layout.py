@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core import streams
 from megatron.core.optional_deps import is_available, tl, triton_jit
 
 PADDING, TAIL = -1, -2
@@ -143,6 +144,7 @@ def kernel_layout(ids: torch.Tensor, num_experts: int, sizes: Sizes, has_tail: b
     block_counts = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=ids.device)
     shape = (sizes.num_rows, num_tokens, num_slots, num_experts, block, width)
     if num_tokens:
+        streams.declare("count rows", (ids,), (block_counts,))
         _block_kernel[(num_blocks,)](ids, block_counts, None, None, *shape, counts_only=True)
     ends = block_counts.cumsum(0)  # [B, n]
     counts = ends[-1] if num_blocks else ends.new_zeros(num_experts)
@@ -150,6 +152,7 @@ def kernel_layout(ids: torch.Tensor, num_experts: int, sizes: Sizes, has_tail: b
     bases = (ends - block_counts + starts).int()
     slots, pairs = torch.empty_like(ids, dtype=torch.int32), _marks(kept, sizes.num_rows)
     if num_tokens:
+        streams.declare("place rows", (ids, bases), (slots, pairs))
         _block_kernel[(num_blocks,)](ids, bases, slots, pairs, *shape, counts_only=False)
     return RowLayout(slots, pairs, kept, dropped, has_tail, sizes.has_padding)
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from megatron.core import streams
 from megatron.core.fusions.triton_casts import is_interpreted, narrow
 from megatron.core.optional_deps import is_available, require, tl, triton_jit
 
@@ -96,6 +97,7 @@ def grouped_wgrad(
     if interpreted or main_grad.dtype != torch.float32:
         cut = replace(cut, reduces_in_memory=False)
     num_programs = cut.programs_per_sm * num_free_sms(grad.device)
+    streams.declare("grouped wgrad", (grad, rows, ends, main_grad), (main_grad,))
     _grouped_wgrad_kernel[(num_programs,)](
         described(grad, [cut.block_rows, cut.block_out]),
         described(rows, [cut.block_rows, cut.block_in]),

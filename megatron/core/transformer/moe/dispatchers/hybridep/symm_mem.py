@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.core import env
+from megatron.core import env, streams
 from megatron.core.errors import ConfigError
 from megatron.core.fusions.triton_casts import is_interpreted
 from megatron.core.optional_deps import is_available
@@ -205,11 +205,14 @@ class SymmMemEngine(HybridEPEngine):
         mail, setup, routing, tiling = self._mail, self.setup, exchange.saved, self._launch.push
         num_tokens = exchange.num_tokens
         slots = exchange.expert_ids.shape[1]
+        weights = None if probs is None else probs.contiguous()
+        reads = (hidden, exchange.expert_ids, routing.places, weights, routing.counts, mail.signals.epoch)
+        streams.declare("push", reads, mail.tensors[:2])
         push_kernel[(tiling.blocks,)](
             hidden,
             exchange.expert_ids,
             routing.places,
-            hidden if probs is None else probs.contiguous(),
+            hidden if weights is None else weights,
             routing.counts,
             mail.control_addresses,
             mail.data_addresses,
@@ -239,6 +242,8 @@ class SymmMemEngine(HybridEPEngine):
     def arrange(self, exchange: Exchange) -> None:
         """Lay out the rows from the headers of all ranks."""
         mail, setup, routing = self._mail, self.setup, exchange.saved
+        made = (routing.firsts, routing.group_ends, routing.tokens_per_expert, routing.totals)
+        streams.declare("arrange", mail.tensors, made)
         arrange_kernel[(1,)](
             mail.control[mail.headers_at :],
             mail.signals.epoch,
@@ -266,6 +271,8 @@ class SymmMemEngine(HybridEPEngine):
         """Fill the rows [P, h]; row probs [P] are there to be filled in an exchange's first dispatch."""
         mail, setup, routing, tiling = self._mail, self.setup, exchange.saved, self._launch.expand
         rows = hidden.new_empty(exchange.num_rows or 0, setup.hidden_size)
+        made = (rows, row_probs, routing.slot_rows)
+        streams.declare("expand", (hidden, routing.firsts, routing.slot_rows, *mail.tensors), made)
         expand_kernel[(tiling.blocks,)](
             hidden,
             rows,
@@ -290,6 +297,7 @@ class SymmMemEngine(HybridEPEngine):
             **self._sizes(routing.slot_rows.shape[2]),
         )
         if setup.row_multiple > 1:
+            streams.declare("clear padding", (routing.group_ends,), (rows, row_probs))
             zero_kernel[(setup.num_local_experts,)](
                 rows,
                 rows if row_probs is None else row_probs,
@@ -306,9 +314,12 @@ class SymmMemEngine(HybridEPEngine):
         """Send the sums of rows [P, h] and the values row_probs [P] home."""
         mail, routing, tiling = self._mail, exchange.saved, self._launch.reduce
         slots = routing.slot_rows.shape[2]
+        values = None if row_probs is None else row_probs.contiguous()
+        reads = (rows, values, routing.slot_rows, mail.signals.epoch)
+        streams.declare("reduce", reads, mail.tensors[:2])
         reduce_kernel[(tiling.blocks,)](
             rows,
-            rows if row_probs is None else row_probs.contiguous(),
+            rows if values is None else values,
             routing.slot_rows,
             mail.control_addresses,
             mail.data_addresses,
@@ -331,6 +342,7 @@ class SymmMemEngine(HybridEPEngine):
     def add(self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None) -> None:
         """Fill hidden [T, h] and probs [T, K] from what the ranks returned."""
         mail, setup, tiling = self._mail, self.setup, self._launch.add
+        streams.declare("add", (exchange.expert_ids, *mail.tensors), (hidden, probs))
         add_kernel[(tiling.blocks,)](
             hidden,
             hidden if probs is None else probs,

@@ -96,6 +96,12 @@ class Mailbox:
         assert self._data is not None, "reserve() comes first"
         return self._data.addresses
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What lies on this rank and peers write into, uint8 [bytes] each, with the epoch int32 [1] that says where."""
+        assert self._data is not None, "reserve() comes first"
+        return self._control.local, self._data.local, self.signals.epoch
+
     def reserve(self, wanted: Capacity) -> None:
         """Make room. Collective if there is not enough, so all ranks ask for the same; not while a graph is captured.
 

@@ -13,6 +13,7 @@ Legend: T tokens of this rank, K slots of a token, W ranks, n experts on each, E
 
 import torch
 
+from megatron.core import streams
 from megatron.core.optional_deps import tl, triton_jit
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_launch import next_power_of_2
 
@@ -103,9 +104,12 @@ def number_rows(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
     block_counts, before = (expert_ids.new_empty(num_blocks, num_experts) for _ in range(2))
     counts = expert_ids.new_empty(num_experts)
     sizes = (num_tokens, num_slots, num_experts, padded, block)
+    streams.declare("count tokens", (expert_ids,), (block_counts,))
     count_kernel[(num_blocks,)](expert_ids, block_counts, *sizes)
     columns, chunk = min(PREFIX_COLUMNS, padded), min(PREFIX_CHUNK, next_power_of_2(num_blocks))
+    streams.declare("sum counts", (block_counts,), (before, counts))
     prefix_kernel[(-(-num_experts // columns),)](block_counts, before, counts, num_blocks, num_experts, columns, chunk)
+    streams.declare("place tokens", (expert_ids, before), (places,))
     place_kernel[(num_blocks,)](expert_ids, before, places, *sizes)
     return counts, places
 

@@ -20,6 +20,7 @@ Legend: W ranks.
 
 import torch
 
+from megatron.core import streams
 from megatron.core.errors import RankFailure
 from megatron.core.fusions.triton_casts import is_interpreted
 from megatron.core.optional_deps import tl, triton_jit
@@ -99,6 +100,8 @@ class Signals:
         size = self._group.size()
         max_polls = min(int(timeout_s * POLLS_PER_SECOND), 2**31 - 1)
         arrived = control[operation * size :]
+        own = (self.expected, self.epoch, self.failures)
+        streams.declare("wait for peers", (arrived, *own), own)
         wait_kernel[(size,)](
             arrived,
             self.expected[operation],
