@@ -12,7 +12,8 @@ import torch
 
 from megatron.core import streams
 
-GARBAGE = (0x11, 0x22)
+GARBAGE = (0x10, 0x30)
+"""Of the first operand; the others have the bytes behind it, so that a copy of garbage is no garbage of its place."""
 
 
 class LaunchWatch:
@@ -60,19 +61,19 @@ class LaunchWatch:
         before = {key: data.clone() for key, data in every.items()}
         results = []
         for garbage in GARBAGE:
-            for key, data in every.items():
+            for i, (key, data) in enumerate(every.items()):
                 data.copy_(before[key])
                 if key in writes and key not in reads:
-                    data.fill_(garbage)
+                    data.fill_(garbage + i)
             self._run(executor, *args, **kwargs)
             results.append({key: data.clone() for key, data in every.items()})
         first, second = results
-        for key in every:
+        for i, key in enumerate(every):
             if key not in writes:
                 if not torch.equal(first[key], before[key]):
                     self.findings.append(f"{kernel}: writes what it is said to read")
                 continue
-            untouched = (first[key] == GARBAGE[0]) & (second[key] == GARBAGE[1])
+            untouched = (first[key] == GARBAGE[0] + i) & (second[key] == GARBAGE[1] + i)
             if not torch.equal(first[key][~untouched], second[key][~untouched]):
                 self.findings.append(f"{kernel}: reads what it is said to write")
             every[key].copy_(torch.where(untouched & (first[key] != second[key]), before[key], first[key]))
