@@ -89,6 +89,9 @@ class MoEConfig(ConfigTopic):
     moe_hybridep_engine: str = "auto"
     """Engine of the hybridep backend; auto: symmetric memory if all expert ranks reach each other, else collectives."""
 
+    moe_dispatch_fwd_dtype: Literal["bf16", "fp8"] = "bf16"
+    """Rows that the flex dispatcher sends in forward: bf16 for as they are, fp8 for codes with 1 x 128 scales."""
+
     moe_flex_dispatcher_num_sms: int | None = None
     """Thread blocks (SMs) of the flex dispatcher's communication kernels; unset: the engine's own choice."""
 

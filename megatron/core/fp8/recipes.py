@@ -71,6 +71,10 @@ RECIPES = {
 }
 
 
+WIRE = RECIPES["blockwise"]
+"""How rows are quantised that travel in FP8, whatever the recipe of the layers."""
+
+
 def recipe_spec(name: str) -> Fp8RecipeSpec:
     """Return the recipe behind a value of --fp8-recipe."""
     if name not in RECIPES:

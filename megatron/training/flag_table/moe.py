@@ -14,9 +14,8 @@ FEATURES = (
         switch("--moe-shared-expert-overlap"),
     ),
     not_yet(
-        "narrow floats on the wire of the flex dispatcher",
-        "drop the flag: rows travel in the dtype of the hidden states",
-        value("--moe-dispatch-fwd-dtype", str, "bf16", "bf16|fp8|mxfp8"),
+        "narrow floats on the wire of the flex dispatcher in backward",
+        "drop the flag: gradients travel in the dtype of the hidden states",
         value("--moe-combine-bwd-dtype", str, "bf16", "bf16|mxfp8"),
     ),
     no_effect(
@@ -49,6 +48,13 @@ FEATURES = (
 )
 
 VALUES = (
+    ValueRow(
+        "moe_dispatch_fwd_dtype",
+        ("mxfp8",),
+        "refused",
+        "1 x 32 scales, which only Blackwell's tensor cores read",
+        "use --moe-dispatch-fwd-dtype fp8",
+    ),
     ValueRow(
         "moe_flex_dispatcher_backend",
         ("ncclep",),

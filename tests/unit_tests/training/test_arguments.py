@@ -198,7 +198,7 @@ def test_contradiction_names_values_and_remedy(flags, subject, text):
         ("--num-distributed-optimizer-instances 2", "replicas of the distributed optimizer"),
         ("--recompute-granularity selective --recompute-modules mla_up_proj", "recompute of a part of multi-latent"),
         ("--fp8-param-gather", "parameters gathered in FP8"),
-        ("--moe-dispatch-fwd-dtype fp8", "narrow floats on the wire"),
+        ("--moe-combine-bwd-dtype mxfp8", "narrow floats on the wire"),
         ("--multi-latent-attention", "multi-latent attention"),
         ("--mtp-num-layers 1", "multi-token prediction"),
     ],

@@ -140,17 +140,25 @@ class MoETokenDispatcher(abc.ABC):
     has_row_budget = False
     """True if the rows of a rank can have a budget, and what does not fit is reported to the step's guard."""
 
+    packs_rows = False
+    """True if rows can travel in FP8."""
+
     has_backends = False
     """True if --moe-flex-dispatcher-backend chooses what moves the rows."""
 
     @classmethod
     def check(cls, config: Any) -> list[Violation]:
         """Judge the options that only some dispatchers have; `config` holds the fields of `MoEConfig`."""
-        if config.moe_expert_rank_capacity_factor is None or cls.has_row_budget:
-            return []
-        names = "moe_expert_rank_capacity_factor moe_token_dispatcher_type"
-        remedy = "use --moe-token-dispatcher-type alltoall or flex, or drop --moe-expert-rank-capacity-factor"
-        return [violation(config, names, "this dispatcher has no budget of rows", remedy)]
+        found = []
+        if config.moe_expert_rank_capacity_factor is not None and not cls.has_row_budget:
+            names = "moe_expert_rank_capacity_factor moe_token_dispatcher_type"
+            remedy = "use --moe-token-dispatcher-type alltoall or flex, or drop --moe-expert-rank-capacity-factor"
+            found.append(violation(config, names, "this dispatcher has no budget of rows", remedy))
+        if config.moe_dispatch_fwd_dtype != "bf16" and not cls.packs_rows:
+            names = "moe_dispatch_fwd_dtype moe_token_dispatcher_type"
+            remedy = "use --moe-token-dispatcher-type flex, or drop --moe-dispatch-fwd-dtype"
+            found.append(violation(config, names, "this dispatcher sends rows as they are", remedy))
+        return found
 
     @property
     @abc.abstractmethod

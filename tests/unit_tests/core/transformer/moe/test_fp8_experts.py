@@ -4,10 +4,12 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron.core.errors import ConfigError
 from megatron.core.fp8.recipes import RECIPES
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from tests.common.moe_layers import moe_config, normal
+from tests.common.moe_layers import ep_groups, moe_config, normal
 
 SIZES = {"hidden_size": 32, "moe_ffn_hidden_size": 48, "num_moe_experts": 4, "moe_router_topk": 2}
 
@@ -44,3 +46,35 @@ def test_rows_padded_by_the_dispatch_equal_rows_padded_by_the_experts(recipe):
 def test_output_of_grouped_experts_equals_that_of_experts_in_sequence(recipe):
     grouped, single = (results(recipe, moe_grouped_gemm=is_grouped) for is_grouped in (True, False))
     torch.testing.assert_close(grouped["hidden"], single["hidden"], rtol=1e-5, atol=1e-6)
+
+
+def wired_job(dtype, is_grouped):
+    """Output and input gradient of this rank's tokens, experts spread over all ranks, rows on the wire in `dtype`."""
+    config = moe_config(
+        **SIZES,
+        params_dtype=torch.float32,
+        expert_model_parallel_size=dist.get_world_size(),
+        moe_token_dispatcher_type="flex",
+        moe_dispatch_fwd_dtype=dtype,
+        moe_grouped_gemm=is_grouped,
+    )
+    layer = MoELayer(config, pg_collection=ep_groups())
+    hidden = normal(9, 2, 32, seed=1 + dist.get_rank()).float().requires_grad_()
+    output, _ = layer(hidden)
+    output.backward(normal(9, 2, 32, seed=5).float())
+    return output.detach(), hidden.grad
+
+
+def test_rows_on_the_wire_in_fp8_change_results_by_their_rounding(pool):
+    plain, packed = (pool.run(wired_job, dtype, True, world_size=2) for dtype in ("bf16", "fp8"))
+    for wanted, got in zip(plain, packed, strict=True):
+        for want, value in zip(wanted, got, strict=True):
+            error = float((value - want).norm() / want.norm())
+            assert 0 < error < 2.0**-4
+
+
+def test_rows_on_the_wire_in_fp8_need_the_flex_dispatcher():
+    with pytest.raises(
+        ConfigError, match=r"moe_dispatch_fwd_dtype='fp8' .*sends rows as they are; use --moe-token-disp"
+    ):
+        MoELayer(moe_config(**SIZES, moe_dispatch_fwd_dtype="fp8"))

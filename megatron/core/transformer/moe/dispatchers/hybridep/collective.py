@@ -48,6 +48,8 @@ class Routes:
 class CollectiveEngine(HybridEPEngine):
     """Moves copies with torch.distributed."""
 
+    takes_any_width = True
+
     @classmethod
     def why_unavailable(cls, setup: EngineSetup) -> str | None:
         """Runs everywhere."""

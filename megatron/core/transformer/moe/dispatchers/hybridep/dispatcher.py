@@ -24,7 +24,9 @@ import torch
 
 from megatron.core import step_guard
 from megatron.core.configs.base import Violation, violation
+from megatron.core.errors import ConfigError
 from megatron.core.fp8.layer_state import expert_row_multiple
+from megatron.core.fp8.wire import pack_rows, unpack_rows
 from megatron.core.transformer.moe.dispatchers.hybridep.engine import (
     EngineSetup,
     HybridEPEngine,
@@ -57,6 +59,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
 
     has_row_budget = True
     has_backends = True
+    packs_rows = True
 
     @classmethod
     def check(cls, config: Any) -> list[Violation]:
@@ -83,6 +86,12 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
             num_sms=config.moe_flex_dispatcher_num_sms,
         )
         self.engine = shared_engine(config.moe_flex_dispatcher_backend, config.moe_hybridep_engine, setup)
+        self._packs = config.moe_dispatch_fwd_dtype == "fp8"
+        if self._packs and not self.engine.takes_any_width:
+            raise ConfigError(
+                "moe_dispatch_fwd_dtype='fp8': the buffers of this engine hold rows of full width; use "
+                "--moe-hybridep-engine collective, or --moe-dispatch-fwd-dtype bf16."
+            )
 
     @property
     def traits(self) -> DispatcherTraits:
@@ -155,7 +164,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         self, rows: torch.Tensor, probs: torch.Tensor, state: FlexState
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden [T, h], probs [T, K] -> rows [P, h] by expert, their probabilities [P]."""
-        rows, probs = _Dispatch.apply(rows, probs, self.engine, state.exchange)
+        rows, probs = _Dispatch.apply(rows, probs, self.engine, state.exchange, self._packs)
         exchange = state.exchange
         state.tokens_per_expert = exchange.tokens_per_expert
         state.host_tokens_per_expert = exchange.host_tokens_per_expert
@@ -188,15 +197,18 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, probs: torch.Tensor, engine: HybridEPEngine, exchange: Exchange
+        ctx: Any, hidden: torch.Tensor, probs: torch.Tensor, engine: HybridEPEngine, exchange: Exchange, packs: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.engine, ctx.exchange = engine, exchange
-        return engine.dispatch(exchange, hidden, probs)
+        if not packs:
+            return engine.dispatch(exchange, hidden, probs)
+        packed, row_probs = engine.dispatch(exchange, pack_rows(hidden), probs)
+        return unpack_rows(packed, hidden.shape[1]), row_probs
 
     @staticmethod
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_probs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_slots = ctx.engine.combine(ctx.exchange, grad_rows, grad_probs)
-        return grad_hidden, grad_slots, None, None
+        return grad_hidden, grad_slots, None, None, None
 
 
 class _Combine(torch.autograd.Function):

@@ -99,6 +99,9 @@ class HybridEPEngine(abc.ABC):
     has_static_sizes = True
     """False if the engine cannot work with a row budget."""
 
+    takes_any_width = False
+    """True if rows may be narrower than the hidden states: packed ones are."""
+
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
 
