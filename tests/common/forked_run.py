@@ -6,6 +6,7 @@ is killed and fails. `torchrun` itself is tested in tests/functional_tests.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -17,6 +18,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron.core.utils.logging import ROOT_NAME
 
 DEADLINE_S = 60.0
 
@@ -65,6 +68,7 @@ def _fork(rank: int, world_size: int, port: int, body: Callable[[], int], log: P
         os.dup2(target, 1)
         os.dup2(target, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        logging.getLogger(ROOT_NAME).handlers.clear()  # those of the parent write where the parent does
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         os.environ.update({name: str(value) for name, value in names.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

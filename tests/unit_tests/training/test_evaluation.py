@@ -62,6 +62,7 @@ def build_run(micro_batch_size, global_batch_size, groups):
         valid_iterator=None,
         callbacks=CallbackList([]),
         counters={"evaluations": 0},
+        guarded_steps=None,
         state=TrainState(iteration=20, consumed_train_samples=160),
     )
 

@@ -31,6 +31,7 @@ class Writer:
 def run():
     args = argparse.Namespace(
         log_interval=2,
+        moe_expert_rank_capacity_factor=None,
         train_iters=6,
         seq_length=8,
         tensorboard_dir=None,
@@ -66,6 +67,7 @@ def run():
         optimizer=SimpleNamespace(param_groups=[GROUP], get_loss_scale=lambda: torch.ones(1)),
         pg_collection=ProcessGroupCollection(),
         device=torch.device("cpu"),
+        hidden_share=None,
     )
     global_vars.reset()
 

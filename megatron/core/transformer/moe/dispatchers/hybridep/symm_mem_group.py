@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron.core.utils.collectives import barrier
 from megatron.core.utils.groups import group_size
 
 TIMEOUT_S = 600.0
@@ -99,7 +100,7 @@ class TorchSymmetricGroup(SymmetricGroup):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
-        dist.barrier(self._group, device_ids=[self.device.index])
+        barrier(self._group)
         torch.cuda.synchronize(self.device)
 
 
