@@ -19,6 +19,7 @@ fp32 may be flushed to zero by the reduction).
 Legend: R rows, n experts, out and in features.
 """
 
+# ruff: noqa: ANN001, ANN202 (a compiled kernel takes no annotations but tl.constexpr)
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -143,20 +144,20 @@ def describe(config: WgradConfig) -> str:
 
 
 @triton_jit
-def _grouped_wgrad_kernel(  # noqa: ANN202
-    grad_desc,  # noqa: ANN001
-    rows_desc,  # noqa: ANN001
-    main_desc,  # noqa: ANN001
-    grad_ptr,  # noqa: ANN001
-    rows_ptr,  # noqa: ANN001
-    main_ptr,  # noqa: ANN001
-    ends_ptr,  # noqa: ANN001
-    num_experts,  # noqa: ANN001
-    out_features,  # noqa: ANN001
-    in_features,  # noqa: ANN001
-    main_stride,  # noqa: ANN001
-    grad_stride,  # noqa: ANN001
-    rows_stride,  # noqa: ANN001
+def _grouped_wgrad_kernel(
+    grad_desc,
+    rows_desc,
+    main_desc,
+    grad_ptr,
+    rows_ptr,
+    main_ptr,
+    ends_ptr,
+    num_experts,
+    out_features,
+    in_features,
+    main_stride,
+    grad_stride,
+    rows_stride,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,

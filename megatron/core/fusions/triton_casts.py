@@ -15,6 +15,8 @@ e4m3 is clamped to +-448 first: the format has no infinity, and a cast of what l
 A kernel takes `INTERPRETED: tl.constexpr` and its launcher passes `is_interpreted()`.
 """
 
+# ruff: noqa: ANN001, ANN201 (a compiled kernel takes no annotations but tl.constexpr)
+# ruff: noqa: RET505 (and it needs both branches of a constant condition)
 from megatron.core import env
 from megatron.core.optional_deps import tl, triton_jit
 
@@ -28,19 +30,19 @@ def is_interpreted() -> bool:
 
 
 @triton_jit
-def to_bf16(x, INTERPRETED: tl.constexpr):  # noqa: ANN001, ANN201
+def to_bf16(x, INTERPRETED: tl.constexpr):
     """Fp32 [...] -> bf16, to nearest, ties to even."""
     if INTERPRETED:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x != x, 0x7FC0, rounded)
         return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:  # noqa: RET505 (a compiled kernel needs both branches of a constant condition)
+    else:
         return x.to(tl.bfloat16)
 
 
 @triton_jit
-def to_e4m3(x, INTERPRETED: tl.constexpr):  # noqa: ANN001, ANN201
+def to_e4m3(x, INTERPRETED: tl.constexpr):
     """Fp32 [...] -> float8_e4m3fn, clamped to +-448, to nearest, ties to even."""
     clamped = tl.where(x != x, x, tl.minimum(tl.maximum(x, -448.0), 448.0))
     if INTERPRETED:
@@ -51,12 +53,12 @@ def to_e4m3(x, INTERPRETED: tl.constexpr):  # noqa: ANN001, ANN201
         code = tl.where(magnitude < ((127 - 6) << 23), steps.to(tl.uint32), normal)
         code = tl.where(x != x, 0x7F, code) | ((bits >> 31) << 7)
         return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    else:  # noqa: RET505
+    else:
         return clamped.to(tl.float8e4nv)
 
 
 @triton_jit
-def to_e5m2(x, INTERPRETED: tl.constexpr):  # noqa: ANN001, ANN201
+def to_e5m2(x, INTERPRETED: tl.constexpr):
     """Fp32 [...] -> float8_e5m2, clamped to +-57344, to nearest, ties to even."""
     clamped = tl.where(x != x, x, tl.minimum(tl.maximum(x, -57344.0), 57344.0))
     if INTERPRETED:
@@ -67,14 +69,14 @@ def to_e5m2(x, INTERPRETED: tl.constexpr):  # noqa: ANN001, ANN201
         code = tl.where(magnitude < ((127 - 14) << 23), steps.to(tl.uint32), normal)
         code = tl.where(x != x, 0x7F, code) | ((bits >> 31) << 7)
         return code.to(tl.uint8).to(tl.float8e5, bitcast=True)
-    else:  # noqa: RET505
+    else:
         return clamped.to(tl.float8e5)
 
 
 @triton_jit
-def narrow(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):  # noqa: ANN001, ANN201
+def narrow(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Round a sum [...] to the dtype in which it leaves the kernel."""
     if tl.bfloat16 == DTYPE:
         return to_bf16(x, INTERPRETED)
-    else:  # noqa: RET505
+    else:
         return x.to(DTYPE)
