@@ -231,8 +231,8 @@ class HeadExchange:
     ) -> torch.Tensor:
         """Query [b, n, s, d], key and value [b, g, s, d], mask bool broadcastable to [b, 1, s, S] -> [b, n, s, d]."""
         mask = None if mask is None else self._gather_rows(mask, query.shape[2])
-        query, key, value = (_HeadsForPositions.apply(tensor, self.group) for tensor in (query, key, value))
-        return _PositionsForHeads.apply(self.attend_whole(query, key, value, mask, is_causal), self.group)
+        query, key, value = (_Swap.apply(tensor, self.group, True) for tensor in (query, key, value))
+        return _Swap.apply(self.attend_whole(query, key, value, mask, is_causal), self.group, False)
 
     def _gather_rows(self, mask: torch.Tensor, length: int) -> torch.Tensor:
         """Mask of own queries, bool [b, 1, s or 1, S] -> of all queries, bool [b, 1, S, S]."""
@@ -242,30 +242,18 @@ class HeadExchange:
         return to_natural_order(gathered).view(torch.bool).movedim(0, 2)
 
 
-class _HeadsForPositions(torch.autograd.Function):
-    """[b, n, s, d] -> [b, n / P, S, d]; backward is the way back."""
+class _Swap(torch.autograd.Function):
+    """[b, n, s, d] -> [b, n / P, S, d], or the way back; each is the gradient of the other."""
 
     @staticmethod
-    def forward(ctx: Any, heads: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _to_whole_sequence(heads, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _to_own_positions(grad_outputs[0], ctx.group), None
-
-
-class _PositionsForHeads(torch.autograd.Function):
-    """[b, n / P, S, d] -> [b, n, s, d]; backward is the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, heads: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _to_own_positions(heads, group)
+    def forward(ctx: Any, heads: torch.Tensor, group: dist.ProcessGroup, to_whole: bool) -> torch.Tensor:
+        ctx.group, ctx.to_whole = group, to_whole
+        return _to_whole_sequence(heads, group) if to_whole else _to_own_positions(heads, group)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _to_whole_sequence(grad_outputs[0], ctx.group), None
+        back = _to_own_positions if ctx.to_whole else _to_whole_sequence
+        return back(grad_outputs[0], ctx.group), None, None
 
 
 def _to_whole_sequence(heads: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
