@@ -4,8 +4,9 @@
     capture   a training step after those; an evaluation step, or a step of another budget, when it comes a second time
     replay    from then on; a graph for each mode, number of microbatches and budget
 
-One vector holds all that the host wants to know of a step: the guard's flags, gradient norm, zeros, sums of losses. It
-is copied to pinned memory behind the step, and the host waits for that copy alone.
+One vector holds all that the host wants to know of a step: the guard's flags, gradient norm, zeros, figures of the
+routers, sums of losses. It is copied to pinned memory behind the step, and the host waits for that copy alone. While
+the device replays a step, the host fetches the batches of the next one and brings them to the device.
 
 The same code runs a step eagerly and captures it, so the two do the same work in the same order.
 """
@@ -27,6 +28,7 @@ from megatron.core.full_iteration_graph.static_inputs import Batch
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
 from megatron.core.step_guard import LOAD, NON_FINITE, NUM_FLAGS, OVERFLOW, StepGuard, guarding
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.moe.moe_logging import MoEMetrics
 from megatron.core.utils.collectives import barrier, warm_up
 from megatron.core.utils.logging import get_logger, log_single_rank
 from megatron.training.data_loaders import WholeSet
@@ -58,10 +60,11 @@ class Lookahead:
     def __next__(self) -> Any:
         return self._fetched.popleft() if self._fetched else next(self._items)
 
-    def fetch(self, count: int) -> None:
-        """Have the next `count` items at hand, or as many as there are."""
+    def fetch(self, count: int) -> list[Any]:
+        """The next `count` items, or as many as there are; they are still to come."""
         missing = max(count - len(self._fetched), 0)
         self._fetched.extend(islice(self._items, missing))
+        return list(islice(self._fetched, count))
 
 
 class Mode(enum.Enum):
@@ -103,7 +106,9 @@ class GuardedSteps:
             self._recording = self._record_cuda
         self._lookahead = None if run.train_iterator is None else Lookahead(run.train_iterator)
         run.train_iterator = self._lookahead
-        self._host: torch.Tensor | None = None
+        self._routers = MoEMetrics(run.model)
+        self._host: dict[int, torch.Tensor] = {}
+        """Pinned memory by the numbers that it holds."""
         self._is_warm = False
 
     # What the loop calls.
@@ -115,7 +120,9 @@ class GuardedSteps:
         batches = _take(run.train_iterator, num_microbatches)
         run.optimizer.write_learning_rates()
         report, num_overflows = self._perform(Mode.TRAIN, batches, self._train_body)
-        losses = means_of(self._loss_keys[Mode.TRAIN], _pairs(report.values[2:]))
+        norm, num_zeros, *values = report.values
+        num_pairs = 2 * len(self._loss_keys[Mode.TRAIN])
+        losses = means_of(self._loss_keys[Mode.TRAIN], _pairs(values[:num_pairs]))
         losses = tell_all_stages(losses, run.pg_collection)
         if report.is_non_finite and args.check_for_nan_in_loss_and_grad:
             self._refuse(losses, report)
@@ -124,7 +131,6 @@ class GuardedSteps:
             run.scheduler.step(increment=batch_size)
         if args.empty_unused_memory_level >= 1 and run.device.type == "cuda":
             torch.cuda.empty_cache()
-        norm, num_zeros = report.values[:2]
         return StepResult(
             losses=losses,
             is_skipped=report.is_non_finite,
@@ -134,6 +140,7 @@ class GuardedSteps:
             batch_size=batch_size,
             num_overflows=num_overflows,
             row_load=report.row_load if len(self._rerun.budgets) > 1 else None,
+            router_sums=values[num_pairs:],
         )
 
     def evaluate(self, data_iterator: Any, num_microbatches: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
@@ -151,16 +158,14 @@ class GuardedSteps:
 
     def close(self) -> None:
         """Destroy all graphs, and say what budget would have held."""
-        for graph in self._graphs.values():
-            graph.destroy()
-        self._graphs.clear()
+        self._destroy_graphs()
         if self._rerun.highest_load > 0:
             log_single_rank(logger, logging.INFO, f"rows: {self._rerun.recommendation()}")
 
     # The work of a step.
 
     def _train_body(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """A training step without a host read: flags, norm, zeros and reduced loss pairs, fp64 [n]."""
+        """A training step without a host read: flags, norm, zeros, loss pairs, router figures, reduced; fp64 [n]."""
         run, guard = self._run, self._guard
         with guarding(guard):
             guard.begin()
@@ -172,9 +177,10 @@ class GuardedSteps:
                 guard.report_values(pairs)
             norm, num_zeros = run.optimizer.step_on_device(guard, refuses_non_finite=is_checked)
             complete_parameters(run.model)
+            routers = self._routers.reduce(run.pg_collection)
         self._loss_keys[Mode.TRAIN] = tuple(totals)
         zeros = torch.zeros_like(norm) if num_zeros is None else num_zeros
-        return _pack(guard.flags, norm, zeros, pairs)
+        return _pack(guard.flags, norm, zeros, pairs, routers)
 
     @torch.no_grad()
     def _evaluation_body(self, batches: Sequence[Batch], micro_batch_size: int) -> torch.Tensor:
@@ -194,7 +200,6 @@ class GuardedSteps:
         self, mode: Mode, batches: list[Batch], body: Body, is_captured: bool = True
     ) -> tuple[StepReport, int]:
         """Run a step with each budget in turn until it fits."""
-        self._rerun.watch(self._run.model)
         self._run.counters["re-runs"] += 0
 
         def attempt(budget: float | None) -> StepReport:
@@ -208,17 +213,32 @@ class GuardedSteps:
 
     def _execute(self, kind: StepKind, batches: list[Batch], body: Body, is_captured: bool) -> torch.Tensor:
         graph = self._graphs.get(kind)
+        if graph is None:
+            self._watch_buffers()
         if graph is None and is_captured and self._is_due(kind):
             graph = self._capture(kind, batches, body)
         if graph is not None:
             self._run.counters["graph replays"] += 1
             outputs = graph.run(batches)
-            if kind.mode is Mode.TRAIN and self._lookahead is not None:
-                self._lookahead.fetch(kind.num_microbatches)  # while the device is at work
+            if kind.mode is Mode.TRAIN and self._lookahead is not None:  # the device is at work meanwhile
+                coming = self._lookahead.fetch(kind.num_microbatches)
+                if kind.budget == self._rerun.budgets[0]:
+                    graph.prepare(coming)
             return outputs
         self._num_eager[kind] += 1
-        with nullcontext() if self._pool is None or not self._graphs else self._pool.allocating():
+        with nullcontext() if self._pool is None else self._pool.allocating():
             return body(batches)
+
+    def _watch_buffers(self) -> None:
+        """Let the rollback cover the buffers that the model has now. A graph saves those of its capture: it ends."""
+        if self._rerun.watch(self._run.model) and self._graphs:
+            log_single_rank(logger, logging.INFO, "the model has other buffers than its graphs know: they are dropped")
+            self._destroy_graphs()
+
+    def _destroy_graphs(self) -> None:
+        for graph in self._graphs.values():
+            graph.destroy()
+        self._graphs.clear()
 
     def _is_due(self, kind: StepKind) -> bool:
         """True if a step of this kind has run eagerly often enough to be captured."""
@@ -276,11 +296,11 @@ class GuardedSteps:
     def _read(self, outputs: torch.Tensor) -> StepReport:
         """Copy the result of a step [n] to the host and wait for it."""
         if outputs.is_cuda:
-            if self._host is None or self._host.shape != outputs.shape:
-                self._host = torch.empty(outputs.shape, dtype=outputs.dtype, pin_memory=True)
-            self._host.copy_(outputs, non_blocking=True)
-            torch.cuda.current_stream(outputs.device).synchronize()
-            outputs = self._host
+            count = outputs.numel()
+            if count not in self._host:
+                self._host[count] = torch.empty(outputs.shape, dtype=outputs.dtype, pin_memory=True)
+            outputs = self._host[count].copy_(outputs, non_blocking=True)
+            torch.cuda.current_stream(self._run.device).synchronize()
         values = outputs.tolist()
         flags = values[:NUM_FLAGS]
         return StepReport(
@@ -338,7 +358,7 @@ def _as_iterator(batches: Sequence[Batch]) -> Iterator[Batch] | None:
 
 def _pack(*tensors: torch.Tensor) -> torch.Tensor:
     """All numbers in one vector, fp64 [n]."""
-    return torch.cat([tensor.detach().to(torch.float64).flatten() for tensor in tensors])
+    return torch.cat([tensor.detach().to(torch.float64).flatten() for tensor in tensors if tensor.numel()])
 
 
 def _pairs(values: Sequence[float]) -> list[Sequence[float]]:

@@ -48,11 +48,13 @@ class OverflowRerun:
     highest_load: float = 0.0
     rollback: Rollback = field(default_factory=lambda: Rollback([]))
 
-    def watch(self, model: Sequence[torch.nn.Module]) -> None:
-        """Make sure that the rollback covers every buffer that the model has by now."""
+    def watch(self, model: Sequence[torch.nn.Module]) -> bool:
+        """Make sure that the rollback covers every buffer that the model has by now; True if it was made anew."""
         buffers = {buffer.data_ptr(): buffer for chunk in model for buffer in chunk.buffers() if buffer.numel()}
-        if not self.rollback.covers(buffers.values()):
-            self.rollback = Rollback(buffers.values())
+        if self.rollback.covers(buffers.values()):
+            return False
+        self.rollback = Rollback(buffers.values())
+        return True
 
     def run(self, attempt: Callable[[float | None], StepReport]) -> tuple[StepReport, int]:
         """Run `attempt` with each budget in turn until no rank overflows; returns its report and the overflows."""

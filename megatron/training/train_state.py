@@ -47,6 +47,8 @@ class StepResult:
     """How often the step was repeated because a rank had more rows than its budget."""
     row_load: float | None = None
     """Rows of the fullest rank in any layer, relative to a balanced routing; None without a row budget."""
+    router_sums: list[float] | None = None
+    """What `MoEMetrics.reduce` gave at the end of the step; None if nobody has asked yet."""
 
 
 @dataclass

@@ -52,6 +52,7 @@ DISPATCH = "tests/gpu_tests/test_dispatch_benchmark.py"
 OVERLAP = "tests/gpu_tests/test_overlap.py"
 STREAM_CHECK = "tests/gpu_tests/test_stream_check.py"
 GRAPH = "tests/gpu_tests/test_full_iteration_graph.py"
+FIGURES = "tests/gpu_tests/test_graph_figures.py"
 STEP = "tests/gpu_tests/test_step_benchmark.py"
 OWN_PARTS = (
     STREAM_CHECK,
@@ -66,6 +67,7 @@ OWN_PARTS = (
     DISPATCH,
     PERMUTE,
     GRAPH,
+    FIGURES,
     STEP,
     FP8,
 )
@@ -96,7 +98,9 @@ PARTS = (
     Part("pp2-curve", (f"{PIPELINE}::test_pipeline_curve_is_that_of_one_gpu",), 120, num_gpus=2),
     Part("graph", (GRAPH, "-k", "repeatable or hundred and 0.1"), 120),
     Part("graph-overflow", (GRAPH, "-k", "overflows_and or skipped or resume"), 120),
-    Part("graph-figures", (GRAPH, "-k", "larger"), 120),
+    Part("graph-figures", (f"{FIGURES}::test_captured_step_of_slice_a_beside_an_eager_one[4]",), 120),
+    Part("graph-figures-1", (f"{FIGURES}::test_captured_step_of_slice_a_beside_an_eager_one[1]",), 120),
+    Part("graph-growing", (f"{FIGURES}::test_capture_into_memory_that_grows_in_place",), 90),
     Part("step-A", (f"{STEP}::test_captured_step_is_timed[A]",), 120),
     Part("step-C", (f"{STEP}::test_captured_step_is_timed[C]",), 120),
     Part("step-A-rows", (f"{STEP}::test_captured_steps_are_timed_beside_eager_ones[A]",), 300),

@@ -1,9 +1,8 @@
 """Captured steps beside eager ones: equal by the hash of the whole state, through saves, evaluations and overflows.
 
-All runs of one GPU are in this process, in --deterministic-mode. Figures are printed.
+All runs of one GPU are in this process, in --deterministic-mode.
 """
 
-import gc
 import logging
 import os
 import time
@@ -175,79 +174,6 @@ def test_skipped_steps_of_a_loss_scale_are_equal(start):
     graph, graph_log = start(flags + GRAPH, model=half)
     assert eager.counters["skipped steps"] == graph.counters["skipped steps"] > 0
     assert parse_state_hashes(eager_log) == parse_state_hashes(graph_log)
-
-
-class StepClock:
-    """Times replays: on the host, and on the device from the first copy to the end of the step."""
-
-    def __init__(self):
-        self.host_ms, self.events, self.starts = [], [], []
-
-    def timed(self, run):
-        def wrapper(graph, batches):
-            begin = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            now = time.perf_counter()
-            begin[0].record()
-            result = run(graph, batches)
-            begin[1].record()
-            self.starts.append(now)
-            self.host_ms.append((time.perf_counter() - now) * 1e3)
-            self.events.append(begin)
-            return result
-
-        return wrapper
-
-
-LARGER = (
-    "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --seq-length 2048 --max-position-embeddings 2048 "
-    "--moe-ffn-hidden-size 768 --num-experts 16 --micro-batch-size 2 --global-batch-size 8 --eval-iters 0 "
-    "--attention-dropout 0 --hidden-dropout 0 "
-)
-
-
-def test_figures_of_a_larger_model(start):
-    """Step time, host time, idle share, memory; prints them."""
-    plain = MODEL.replace("--deterministic-mode --log-state-hash", "").replace("--log-num-zeros-in-grad", "")
-    flags = LARGER + "--train-iters 24 "
-    clock, memory = StepClock(), {}
-
-    class Peak(Callback):
-        def __init__(self, name):
-            self.name = name
-
-        def on_step_end(self, run, result):
-            if run.state.iteration == 2:
-                torch.cuda.reset_peak_memory_stats()
-            if run.state.iteration == 3:
-                persistent = torch.cuda.memory_allocated()
-                memory[self.name] = (torch.cuda.max_memory_allocated() - persistent, persistent)
-            if run.state.iteration == 24:
-                pool = run.guarded_steps._pool if run.guarded_steps is not None else None
-                memory[self.name + " reserved"] = torch.cuda.memory_reserved()
-                memory[self.name + " pool"] = 0 if pool is None else pool.reserved_bytes()
-
-    eager_log = start(flags, [Peak("eager")], plain)[1]
-    gc.collect()
-    torch.cuda.empty_cache()
-    with replaced(FullIterationGraph, "run", clock.timed(FullIterationGraph.run)):
-        graph_log = start(flags + GRAPH, [Peak("graph")], plain)[1]
-    steps = {}
-    for name, log in (("eager", eager_log), ("graph", graph_log)):
-        series = parse_log(log)["elapsed time per iteration (ms)"]
-        steps[name] = sorted(series[step] for step in range(10, 25))[7]
-    busy = [begin.elapsed_time(end) for begin, end in clock.events][5:-1]
-    walls = [(b - a) * 1e3 for a, b in zip(clock.starts[5:], clock.starts[6:], strict=False)]
-    idle = 1.0 - sum(busy) / sum(walls)
-    figures = {
-        "step ms": steps,
-        "host ms of a replay": sorted(clock.host_ms)[len(clock.host_ms) // 2],
-        "idle share": idle,
-        "memory bytes": memory,
-    }
-    print(figures)
-    transient, _ = memory["eager"]
-    assert memory["graph pool"] <= 1.1 * transient + (64 << 20)
-    assert steps["graph"] <= steps["eager"]
 
 
 # Two GPUs: NCCL collectives inside the graph.

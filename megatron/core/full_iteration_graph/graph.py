@@ -124,6 +124,14 @@ class FullIterationGraph:
         self._addresses = [tensor.data_ptr() for tensor in self._watched.values()]
         self.is_alive = True
 
+    def prepare(self, batches: Sequence[Batch]) -> None:
+        """Bring what the next `run` will probably be given to the device, while this one is at work.
+
+        Host: no synchronisation. Batches that do not fit are left for `run` to refuse.
+        """
+        if self.is_alive and self.inputs.fits(batches):
+            self.inputs.stage(batches)
+
     def run(self, batches: Sequence[Batch]) -> torch.Tensor:
         """Replay with the numbers of `batches`; the result [n] is overwritten by the next call.
 

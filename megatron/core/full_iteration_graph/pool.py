@@ -1,7 +1,9 @@
 """The memory of all graphs of a run, and of eager steps that stand in for one.
 
 Graphs and stand-ins never run at the same time, so they share one pool: what one of them has freed, the next one uses.
-A block of the pool belongs to the stream it was allocated on; so all of them run, or are captured, on one stream.
+A block of the pool belongs to the stream it was allocated on; so all of them run, or are captured, on one stream. The
+eager steps before the first capture run on it too: the workspaces that libraries keep for a stream, and whatever else
+is made once, then exist when the capture begins and are no part of the pool.
 """
 
 from collections.abc import Iterator
@@ -28,7 +30,7 @@ class GraphPool:
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        """Run the block eagerly on the pool's stream and, once a graph has been captured, in its memory."""
+        """Run the block eagerly on the pool's stream and, while there is a captured graph, in its memory."""
         outer = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(outer)
         with torch.cuda.stream(self.stream):

@@ -6,7 +6,8 @@
 
 All tensors of all microbatches lie in one stretch of bytes, so that each arrow is one copy. The copy stream waits for
 nothing but its own work: a slot, and the pinned buffer before it, are filled again two steps later, when the host has
-read the result of the step that used them.
+read the result of the step that used them. `stage` fills slot B while the step of A runs, so that between two steps
+nothing is left to do but the copy into the static buffer.
 
 On a CPU the same buffers are filled by plain copies.
 """
@@ -53,6 +54,12 @@ class StaticInputs:
         self.batches = _view_batches(self._static, batches, places)
         """What the captured step reads."""
         self._next = 0
+        self._staged: Sequence[Batch] = ()
+        """What the slot before `_next` holds for the coming step; nothing if empty."""
+
+    def fits(self, batches: Sequence[Batch]) -> bool:
+        """True if `batches` differ from the captured ones in their numbers only."""
+        return signature(batches) == self._signature
 
     def check(self, batches: Sequence[Batch]) -> None:
         """Raise if `batches` differ from the captured ones in anything but their numbers."""
@@ -69,12 +76,11 @@ class StaticInputs:
                         "batch or run with --cuda-graph-impl none."
                     )
 
-    def fill(self, batches: Sequence[Batch]) -> None:
-        """Put the numbers of `batches` where the captured step reads them, in the order of the current stream.
+    def stage(self, batches: Sequence[Batch]) -> None:
+        """Bring the numbers of `batches`, which fit, to the next slot; the step before may still run.
 
-        Host: no synchronisation.
+        Host: no synchronisation. Batches that `fill` is not given next are forgotten.
         """
-        self.check(batches)
         index, self._next = self._next, (self._next + 1) % NUM_SLOTS
         for views, batch in zip(self._views[index], batches, strict=True):
             for key, value in batch.items():
@@ -83,8 +89,20 @@ class StaticInputs:
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 self._slots[index].copy_(self._pinned[index], non_blocking=True)
+        self._staged = list(batches)
+
+    def fill(self, batches: Sequence[Batch]) -> None:
+        """Put the numbers of `batches` where the captured step reads them, in the order of the current stream.
+
+        Host: no synchronisation.
+        """
+        if [id(batch) for batch in batches] != [id(batch) for batch in self._staged]:
+            self.check(batches)
+            self.stage(batches)
+        self._staged = ()
+        if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        self._static.copy_(self._slots[index])
+        self._static.copy_(self._slots[self._next - 1])
 
 
 def _lay_out(batches: Sequence[Batch]) -> tuple[list[dict[str, int]], int]:

@@ -34,6 +34,7 @@ class TrainingLog(Callback):
     def __init__(self) -> None:
         self._sums = IntervalSums()
         self._is_first = True
+        self._routers: MoEMetrics | None = None
         self._unreported_microbatches = 0
 
     def on_train_start(self, run: TrainingRun) -> None:
@@ -56,7 +57,7 @@ class TrainingLog(Callback):
         is_scalar = has_writer and iteration % args.tensorboard_log_interval == 0
         if not (is_line or is_scalar):
             return
-        router_figures = self._take_router_figures(run)
+        router_figures = self._take_router_figures(run, result)
         complete_parameters(run.model)
         parameters = (param for chunk in run.model for param in chunk.parameters())
         norm = float(params_norm(parameters, run.pg_collection, run.device)) if args.log_params_norm else None
@@ -72,9 +73,15 @@ class TrainingLog(Callback):
         if run.device.type == "cuda":
             emit(memory_report(run.device), rank=LOG_RANK)
 
-    def _take_router_figures(self, run: TrainingRun) -> dict[str, float]:
-        """Reduce what the routers collected since the last call, add it to the interval and return it."""
-        means = MoEMetrics(run.model).reduce_and_reset(self._unreported_microbatches, run.pg_collection)
+    def _take_router_figures(self, run: TrainingRun, result: StepResult) -> dict[str, float]:
+        """Means of what the routers collected since the last call; adds them to the interval and returns them."""
+        if self._routers is None:
+            self._routers = MoEMetrics(run.model)
+        groups, count = run.pg_collection, self._unreported_microbatches
+        if result.router_sums is None:
+            means = self._routers.reduce_and_reset(count, groups)
+        else:
+            means = self._routers.reset_and_summarise(result.router_sums, count, groups)
         self._sums.add_moe(means, self._unreported_microbatches)
         self._unreported_microbatches = 0
         return means

@@ -90,13 +90,30 @@ def test_budget_that_holds_repeats_nothing(start):
     assert parse_log(log)["row head room (%)"][6] == 20.0
 
 
+RAMP = "--rampup-batch-size 1 1 4 --global-batch-size 2 --train-iters 7 --eval-iters 0 --cuda-graph-warmup-steps 2 "
+
+
 def test_ramp_of_batch_sizes_gets_a_graph_for_each_length(start):
-    ramp = "--rampup-batch-size 1 1 4 --global-batch-size 2 --train-iters 7 --eval-iters 0 --cuda-graph-warmup-steps 2 "
-    _, eager = start(ramp)
-    run, log = start(ramp, is_captured=True)
+    _, eager = start(RAMP)
+    run, log = start(RAMP, is_captured=True)
+    assert "dropped" not in log
     assert parse_state_hashes(eager) == parse_state_hashes(log)
     assert run.counters["graph captures"] == 2
     assert run.counters["graph replays"] == 5
+
+
+class LateBuffer(Callback):
+    """The model gets a buffer after its steps were captured."""
+
+    def on_step_end(self, run, result):
+        if run.state.iteration == 3:
+            run.model[0].register_buffer("late", torch.zeros(1), persistent=False)
+
+
+def test_buffer_that_appears_after_a_capture_ends_the_graphs(start):
+    run, log = start(RAMP, is_captured=True, callbacks=[LateBuffer()])
+    assert "the model has other buffers than its graphs know: they are dropped" in log
+    assert (run.counters["graph captures"], run.counters["graph replays"]) == (2, 3)
 
 
 class Weights(Callback):

@@ -13,7 +13,7 @@ Loss values are recorded without their coefficient. A rank without MoE layers ta
 `moe_per_layer_logging`, `moe/<name>_layer_<i>` follows for each MoE layer, i from 0.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,20 +86,40 @@ class MoEMetrics:
         if self.config is None or not self.config.num_moe_experts:
             return {}
         groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
+        return self.reset_and_summarise(self.reduce(groups).tolist(), num_microbatches, groups)
+
+    @torch.no_grad()
+    def reduce(self, groups: ProcessGroupCollection) -> torch.Tensor:
+        """Everything since the last reset, summed over all ranks, for `reset_and_summarise`: fp32 [n] on the device.
+
+        Collective over PP and TPxDPxCP; nothing, [0], for a dense model. Host: no synchronisation. Graph: capturable.
+        """
+        if self.config is None or not self.config.num_moe_experts:
+            return torch.zeros(0, device=_group_device(groups))
         table = self._local_table(groups)
         for group in (groups.pp, groups.tp_dp_cp):
             all_reduce(table, group)
-        return self._summarise(table.tolist(), num_microbatches, groups)
+        return table.flatten()
+
+    @torch.no_grad()
+    def reset_and_summarise(
+        self, sums: Sequence[float], num_microbatches: int, groups: ProcessGroupCollection
+    ) -> dict[str, float]:
+        """Means per microbatch from what `reduce` gave, by name; sums start again from zero."""
+        for layer in self.layers:
+            layer.sums.zero_()
+        num_columns = len(sums) // len(_FIGURES)
+        table = [list(sums[i * num_columns : (i + 1) * num_columns]) for i in range(len(_FIGURES))]
+        return self._summarise(table, num_microbatches, groups)
 
     def _local_table(self, groups: ProcessGroupCollection) -> torch.Tensor:
-        """fp32 [figures, layers] on the device of the model; zeroes the layers' sums."""
+        """fp32 [figures, layers] on the device of the model."""
         assert self.config is not None, "a table needs the configuration of the model"
         device = self.layers[0].sums.device if self.layers else _group_device(groups)
         num_columns = max(self.config.num_layers, *(layer.layer_number for layer in self.layers), 1)
         table = torch.zeros(len(_FIGURES), num_columns, device=device)
         for layer in self.layers:
             table[:, layer.layer_number - 1] += layer.sums
-            layer.sums.zero_()
         return table
 
     def _summarise(

@@ -61,3 +61,27 @@ def test_change_is_an_error_that_names_the_input(captured, got, text):
     inputs = StaticInputs("train", [captured], CPU)
     with pytest.raises(RuntimeError, match=r"graph 'train', .*" + text):
         inputs.fill([got])
+
+
+def tokens_of(inputs):
+    return [view["tokens"].flatten().tolist() for view in inputs.batches]
+
+
+def test_batches_brought_ahead_wait_until_they_are_asked_for():
+    inputs, coming = StaticInputs("train", [batch()], CPU), [batch(50)]
+    inputs.fill([batch(10)])
+    inputs.stage(coming)
+    assert tokens_of(inputs) == [[10, 11, 12, 13, 14, 15]]
+    coming[0]["tokens"].zero_()  # they were copied already
+    inputs.fill(coming)
+    assert tokens_of(inputs) == [[50, 51, 52, 53, 54, 55]]
+
+
+def test_batches_brought_ahead_do_not_stand_in_for_others():
+    inputs, staged = StaticInputs("train", [batch(), batch()], CPU), [batch(50), batch(60)]
+    inputs.fill([batch(1), batch(2)])
+    inputs.stage(staged)
+    inputs.fill([staged[1], staged[0]])
+    assert [tokens[0] for tokens in tokens_of(inputs)] == [60, 50]
+    inputs.fill(staged)
+    assert [tokens[0] for tokens in tokens_of(inputs)] == [50, 60]
