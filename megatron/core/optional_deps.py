@@ -45,7 +45,11 @@ PACKAGES: dict[str, OptionalPackage] = {
     "apex": OptionalPackage(
         "apex.optimizers", "build it from source against the installed CUDA, or use an NVIDIA PyTorch container"
     ),
-    "deep_ep": OptionalPackage("deep_ep", "build DeepEP from source against the installed CUDA and NVSHMEM"),
+    "deep_ep": OptionalPackage(
+        "deep_ep",
+        "build DeepEP from source against the installed CUDA and NVSHMEM, or use "
+        "--moe-flex-dispatcher-backend hybridep --moe-hybridep-engine auto, which needs no package",
+    ),
     "helpers_cpp": OptionalPackage(
         "megatron.core.datasets.helpers_cpp", "pip install -e . where a C++ compiler and pybind11 are"
     ),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron.core.fp8.wire import pack_rows, unpack_rows
 from megatron.core.transformer.moe.dispatchers.hybridep.engine import EngineSetup
 from megatron.core.transformer.moe.dispatchers.hybridep.metadata import Exchange
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem import SymmMemEngine
@@ -35,6 +36,8 @@ class Case:
     """rows of each rank; None: exact sizes"""
     routing: str = "random"
     is_strided: bool = False
+    is_packed: bool = False
+    """rows travel as codes and scales"""
     seed: int = 0
 
     @property
@@ -42,7 +45,7 @@ class Case:
         """Test id."""
         parts = [f"T{'-'.join(map(str, self.tokens))}", f"n{self.experts}k{self.topk}h{self.width}", self.dtype]
         parts += [f"x{self.multiple}"] * (self.multiple > 1) + [f"budget{self.budget}"] * (self.budget is not None)
-        return "_".join([*parts, self.routing, *["strided"] * self.is_strided])
+        return "_".join([*parts, self.routing, *["strided"] * self.is_strided, *["packed"] * self.is_packed])
 
     def generator(self, device: str) -> torch.Generator:
         """The same numbers for the same case."""
@@ -92,11 +95,11 @@ class Ranks:
             engine.prepare(exchange)
         return exchanges
 
-    def dispatch(self, exchanges, hidden, probs):
+    def dispatch(self, exchanges, hidden, probs, is_packed=False):
         """[(rows, row probs)] of all ranks."""
         probs = probs or [None] * len(hidden)
         calls = zip(self.engines, exchanges, hidden, probs, strict=True)
-        return self.group.run([engine.dispatch_phases(*rest) for engine, *rest in calls])
+        return self.group.run([engine.dispatch_phases(*rest, is_packed) for engine, *rest in calls])
 
     def combine(self, exchanges, rows, row_probs):
         """[(hidden, probs)] of all ranks."""
@@ -130,8 +133,9 @@ def _run_case(case: Case, device: str, ranks: Ranks) -> list[str]:
     probs = [torch.rand(x.shape, device=device, generator=generator) for x in ids]
     reference = LocalExchange(ids, case.experts, case.multiple, case.budget)
     exchanges = ranks.exchanges(case, ids)
-    wanted = reference.dispatch(hidden, probs)
-    found = _differences("dispatch", ranks.dispatch(exchanges, hidden, probs), wanted, reference)
+    arriving = [unpack_rows(pack_rows(one), case.width) for one in hidden] if case.is_packed else hidden
+    wanted = reference.dispatch(arriving, probs)
+    found = _differences("dispatch", ranks.dispatch(exchanges, hidden, probs, case.is_packed), wanted, reference)
     for rank, exchange in enumerate(exchanges):
         counts = exchange.tokens_per_expert.tolist()
         dropped = 0 if exchange.dropped_rows is None else exchange.dropped_rows.item()
@@ -215,6 +219,8 @@ INTERPRETED_CASES = [
     replace(SMALL, tokens=(0, 3), topk=1, experts=1, dtype="fp32", width=24),
     replace(SMALL, tokens=(2, 1, 0, 2), experts=1, topk=3, dtype="fp16"),
     replace(SMALL, routing="one_rank", budget=14, multiple=4),
+    replace(SMALL, tokens=(2, 1, 0, 1), experts=1, width=136, is_packed=True),
+    replace(SMALL, tokens=(3, 2), width=256, budget=8, multiple=2, is_packed=True),
 ]
 MORE_INTERPRETED_CASES = [
     replace(SMALL, multiple=4, dtype="fp32", width=24),
@@ -225,6 +231,9 @@ MORE_INTERPRETED_CASES = [
     replace(SMALL, budget=40, multiple=4),
     replace(SMALL, tokens=(4,), experts=5),
     replace(SMALL, tokens=(3, 1, 2, 2, 0, 1, 1, 2), experts=2, topk=4),
+    replace(SMALL, width=24, dtype="fp32", is_packed=True),
+    replace(SMALL, width=128, dtype="fp16", budget=6, is_strided=True, is_packed=True),
+    replace(SMALL, tokens=(2, 0, 1, 3), routing="holes", width=2056, is_packed=True),
 ]
 
 
@@ -250,4 +259,9 @@ NATIVE_CASES = [
     large(tokens=(1000, 1000), budget=1500, experts=8, topk=2, width=384, multiple=16),
     large(tokens=(1000, 900), budget=6000, experts=8, topk=2, width=384, multiple=16),
     large(tokens=(64, 64), experts=32, topk=64, width=128),
+    large(tokens=(1, 3, 63, 0), experts=2, topk=3, width=8, is_packed=True),
+    large(tokens=(700, 900), experts=3, topk=5, width=136, dtype="fp32", multiple=32, is_packed=True),
+    large(tokens=(700, 900, 0, 1300), experts=16, topk=6, width=1536, dtype="fp16", is_strided=True, is_packed=True),
+    large(tokens=(4096, 4095), experts=128, topk=8, width=7168, multiple=128, is_packed=True),
+    large(tokens=(1000, 1000), budget=1500, experts=8, topk=2, width=384, multiple=16, is_packed=True),
 ]

@@ -237,10 +237,12 @@ def test_rows_are_stored_in_16_byte_words():
         assert any(c["st.global.v4"] for c in counts), f"{name}: {counts}"
 
 
+@pytest.mark.parametrize("wire", ["bf16", "fp8"])
 @pytest.mark.parametrize("factor", [None, 4.0], ids=["exact", "budget"])
-def test_layer_gives_the_same_bits_with_both_engines(factor):
+def test_layer_gives_the_same_bits_with_both_engines(factor, wire):
     flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
     flex |= {"bf16": True, "params_dtype": torch.bfloat16, "moe_expert_rank_capacity_factor": factor}
+    flex["moe_dispatch_fwd_dtype"] = wire
     mine, theirs = (
         run_layer(build_layer("cuda", **flex, moe_hybridep_engine=engine), "cuda", torch.bfloat16)
         for engine in ("symm_mem", "collective")

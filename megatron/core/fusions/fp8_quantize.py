@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core import streams
-from megatron.core.fusions.triton_casts import is_interpreted, to_e4m3, to_e5m2
+from megatron.core.fusions.fp8_blocks import block_factor, codes_of, inverse, magnitude
+from megatron.core.fusions.triton_casts import is_interpreted
 from megatron.core.optional_deps import is_available, tl, triton_jit
 
 BLOCK = 128
@@ -229,12 +230,6 @@ def _with_unit_stride(values: torch.Tensor) -> torch.Tensor:
 
 
 @triton_jit
-def _magnitude(x):
-    """Fp32 [...] -> int32 [...] of the same order as |x|."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton_jit
 def _amax_kernel(
     values,
     matrix_amax,
@@ -266,7 +261,7 @@ def _amax_kernel(
         columns = begin + tl.arange(0, COLUMNS)
         is_column = columns < num_columns
         x = tl.load(first + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
-        bits = _magnitude(x.to(tl.float32))
+        bits = magnitude(x.to(tl.float32))
         largest = tl.maximum(largest, tl.max(bits, axis=1))
         if BY_COLUMN:
             if HAS_OWNERS:
@@ -277,35 +272,6 @@ def _amax_kernel(
         tl.store(row_amax + matrix.to(tl.int64) * num_rows + rows, largest, mask=rows < num_rows)
     else:
         tl.atomic_max(matrix_amax + matrix, tl.max(largest, axis=0))
-
-
-@triton_jit
-def _codes(x, factor, IS_E5M2: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Fp32 x [...], factor that fits it -> codes uint8 [...]; NaN for what is not finite."""
-    scaled = x * factor
-    scaled = tl.where(_magnitude(scaled) >= 0x7F800000, float("nan"), scaled)
-    if IS_E5M2:
-        code = to_e5m2(scaled, INTERPRETED).to(tl.uint8, bitcast=True)
-    else:
-        code = to_e4m3(scaled, INTERPRETED).to(tl.uint8, bitcast=True)
-    return tl.where(scaled != scaled, 0x7F, code).to(tl.uint8)  # one pattern for every NaN
-
-
-@triton_jit
-def _block_factor(bits, MAX_CODE: tl.constexpr):
-    """Magnitudes int32 [...] -> factors fp32 [...], powers of two; NaN where a magnitude is not finite."""
-    amax = bits.to(tl.float32, bitcast=True)
-    factor = tl.minimum(tl.div_rn(tl.full(amax.shape, MAX_CODE, tl.float32), amax), 8.507059173023462e37)  # 2^126
-    factor = tl.where(bits > 0, factor, 1.0)
-    factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where(bits >= 0x7F800000, float("nan"), factor)
-
-
-@triton_jit
-def _inverse(factor):
-    """1 / factor, fp32 [...], of powers of two: the exponent with its sign turned."""
-    turned = (254 << 23) - factor.to(tl.int32, bitcast=True)
-    return tl.where(factor != factor, factor, turned.to(tl.float32, bitcast=True))
 
 
 @triton_jit
@@ -361,22 +327,22 @@ def _cast_kernel(
             spot = column_factor + group * num_columns + columns[None, :]
             by_column = tl.load(spot, mask=inside if HAS_OWNERS else is_column[None, :], other=1.0)
     elif MODE == 2:
-        by_row = _block_factor(tl.max(_magnitude(x), axis=1), MAX_CODE)
-        by_column = _block_factor(tl.max(_magnitude(x), axis=0), MAX_CODE)
+        by_row = block_factor(tl.max(magnitude(x), axis=1), MAX_CODE)
+        by_column = block_factor(tl.max(magnitude(x), axis=0), MAX_CODE)
         if BY_ROW:
-            tl.store(row_scale + (matrix * tiles + column_tile) * num_rows + rows, _inverse(by_row), mask=is_row)
+            tl.store(row_scale + (matrix * tiles + column_tile) * num_rows + rows, inverse(by_row), mask=is_row)
         if BY_COLUMN:
             spot = column_scale + (matrix * tl.cdiv(num_rows, ROWS) + row_tile) * num_columns + columns
-            tl.store(spot, _inverse(by_column), mask=is_column)
+            tl.store(spot, inverse(by_column), mask=is_column)
         by_row, by_column = by_row[:, None], by_column[None, :]
     else:
-        by_row = _block_factor(tl.max(tl.max(_magnitude(x), axis=1), axis=0), MAX_CODE)
+        by_row = block_factor(tl.max(tl.max(magnitude(x), axis=1), axis=0), MAX_CODE)
         by_column = by_row
-        tl.store(row_scale + (matrix * tl.cdiv(num_rows, ROWS) + row_tile) * tiles + column_tile, _inverse(by_row))
+        tl.store(row_scale + (matrix * tl.cdiv(num_rows, ROWS) + row_tile) * tiles + column_tile, inverse(by_row))
     if BY_ROW:
-        code = _codes(x, by_row, IS_E5M2, INTERPRETED)
+        code = codes_of(x, by_row, IS_E5M2, INTERPRETED)
         tl.store(row_codes + (matrix * num_rows + rows[:, None]) * num_columns + columns[None, :], code, mask=inside)
     if BY_COLUMN:
-        code = tl.trans(_codes(x, by_column, IS_E5M2, INTERPRETED))
+        code = tl.trans(codes_of(x, by_column, IS_E5M2, INTERPRETED))
         spot = column_codes + (matrix * num_columns + columns[:, None]) * num_rows + rows[None, :]
         tl.store(spot, code, mask=is_column[:, None] & is_row[None, :])

@@ -58,6 +58,21 @@ def to_e4m3(x, INTERPRETED: tl.constexpr):
 
 
 @triton_jit
+def from_e4m3(code, INTERPRETED: tl.constexpr):
+    """Codes of float8_e4m3fn as uint8 [...] -> the values, fp32."""
+    if INTERPRETED:
+        bits = code.to(tl.uint32)
+        exponent, mantissa = (bits >> 3) & 0xF, bits & 0x7
+        small = mantissa.to(tl.float32) * 0.001953125  # 2^-9
+        large = ((exponent + 127 - 7) << 23 | mantissa << 20).to(tl.float32, bitcast=True)
+        value = tl.where(exponent == 0, small, large)
+        value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
+        return tl.where(bits >= 0x80, value * -1.0, value)  # a minus alone would lose that of zero
+    else:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton_jit
 def to_e5m2(x, INTERPRETED: tl.constexpr):
     """Fp32 [...] -> float8_e5m2, clamped to +-57344, to nearest, ties to even."""
     clamped = tl.where(x != x, x, tl.minimum(tl.maximum(x, -57344.0), 57344.0))

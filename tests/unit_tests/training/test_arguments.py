@@ -280,7 +280,16 @@ def test_deepep_needs_the_flex_dispatcher():
             "depend on the routing",
         ),
         ("flex --moe-flex-dispatcher-backend ncclep", "moe_flex_dispatcher_backend='ncclep'", "left out of this tree"),
-        ("flex --moe-hybridep-engine collective", "moe_hybridep_engine='collective'", "no such engine"),
+        (
+            "flex --moe-hybridep-engine collective",
+            "moe_hybridep_engine='collective'",
+            "no such engine; use --moe-flex-dispatcher-backend hybridep",
+        ),
+        (
+            "flex --moe-dispatch-fwd-dtype fp8",
+            "moe_dispatch_fwd_dtype='fp8' with moe_flex_dispatcher_backend='deepep'",
+            "sends rows as they are; use --moe-flex-dispatcher-backend hybridep",
+        ),
         (
             "flex --moe-flex-dispatcher-backend hybridep --moe-pad-expert-input-to-capacity",
             "moe_expert_rank_capacity_factor=1.5 with moe_pad_expert_input_to_capacity=True",

@@ -33,6 +33,12 @@ def test_rows_of_zeros_are_zeros_on_arrival():
     assert torch.equal(unpack_rows(packed, 256), torch.zeros(2, 256))
 
 
+def test_no_rows_are_no_rows_on_arrival():
+    packed = pack_rows(torch.zeros(0, 256, dtype=torch.bfloat16))
+    assert packed.shape == (0, 132)
+    assert unpack_rows(packed, 256).shape == (0, 256)
+
+
 def test_quantising_what_arrived_rounds_nothing():
     arrived = unpack_rows(pack_rows(spread(64, 256, seed=3).bfloat16()), 256)
     again = quantize_activation(arrived, BLOCKWISE, torch.float8_e4m3fn, by_column=False).by_row

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.fusions.triton_casts import E4M3_MAX, is_interpreted, narrow, to_bf16, to_e4m3
+from megatron.core.fusions.triton_casts import E4M3_MAX, from_e4m3, is_interpreted, narrow, to_bf16, to_e4m3
 from megatron.core.optional_deps import tl, triton_jit
 
 BLOCK = 32768
@@ -64,3 +64,28 @@ def test_narrow_takes_the_dtype_of_its_destination(interpreted):
     x = torch.tensor([1.0, 1.00390625, 1.0078125, -3.01171875])
     for dtype in (torch.bfloat16, torch.float16):
         assert torch.equal(interpreted(cast_job, x, dtype)[2], x.to(dtype))
+
+
+@triton_jit
+def value_kernel(codes, values, INTERPRETED: tl.constexpr):
+    at = tl.arange(0, 256)
+    tl.store(values + at, from_e4m3(tl.load(codes + at), INTERPRETED))
+
+
+def value_job(codes):
+    """Codes uint8 [256] -> what they stand for."""
+    device = "cpu" if is_interpreted() else "cuda"
+    codes = codes.to(device)
+    values = torch.empty(256, device=device)
+    value_kernel[(1,)](codes, values, is_interpreted())
+    return values.cpu()
+
+
+def test_every_code_has_its_value(interpreted):
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    expected = codes.view(torch.float8_e4m3fn).float()
+    values = interpreted(value_job, codes)
+    assert torch.equal(values.isnan(), expected.isnan())
+    is_number = ~expected.isnan()
+    assert torch.equal(values[is_number], expected[is_number])
+    assert torch.equal(values[is_number].signbit(), expected[is_number].signbit())

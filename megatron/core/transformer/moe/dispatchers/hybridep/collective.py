@@ -48,7 +48,7 @@ class Routes:
 class CollectiveEngine(HybridEPEngine):
     """Moves copies with torch.distributed."""
 
-    takes_any_width = True
+    packs_rows = True
 
     @classmethod
     def why_unavailable(cls, setup: EngineSetup) -> str | None:

@@ -134,7 +134,10 @@ class _DeepEPEngine(HybridEPEngine):
     def _require_bf16(self, rows: torch.Tensor) -> None:
         """Rows [any, h] must be bf16."""
         if rows.dtype != torch.bfloat16:
-            raise ConfigError(f"{self.needed_by} with {rows.dtype} rows: the library moves bf16; add --bf16.")
+            raise ConfigError(
+                f"{self.needed_by} with {rows.dtype} rows: the library moves bf16; add --bf16, or use "
+                "--moe-flex-dispatcher-backend hybridep --moe-hybridep-engine auto."
+            )
 
 
 def _refuse_in_capture(what: str) -> None:
@@ -265,7 +268,7 @@ def overflow_flag(handle: Any) -> torch.Tensor:
     if not (isinstance(flag, torch.Tensor) and flag.dtype == torch.int32 and flag.numel() == 1):
         raise ConfigError(
             "moe_hybridep_engine='deep_ep' with a row budget: this version's handle does not tell where its overflow "
-            "flag is; drop --moe-expert-rank-capacity-factor or choose another engine."
+            "flag is; drop --moe-expert-rank-capacity-factor or use --moe-hybridep-engine auto."
         )
     return flag.view(1)
 

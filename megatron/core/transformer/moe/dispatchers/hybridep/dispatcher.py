@@ -24,9 +24,7 @@ import torch
 
 from megatron.core import step_guard
 from megatron.core.configs.base import Violation, violation
-from megatron.core.errors import ConfigError
 from megatron.core.fp8.layer_state import expert_row_multiple
-from megatron.core.fp8.wire import pack_rows, unpack_rows
 from megatron.core.transformer.moe.dispatchers.hybridep.engine import (
     EngineSetup,
     HybridEPEngine,
@@ -87,11 +85,6 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         )
         self.engine = shared_engine(config.moe_flex_dispatcher_backend, config.moe_hybridep_engine, setup)
         self._packs = config.moe_dispatch_fwd_dtype == "fp8"
-        if self._packs and not self.engine.takes_any_width:
-            raise ConfigError(
-                "moe_dispatch_fwd_dtype='fp8': the buffers of this engine hold rows of full width; use "
-                "--moe-hybridep-engine collective, or --moe-dispatch-fwd-dtype bf16."
-            )
 
     @property
     def traits(self) -> DispatcherTraits:
@@ -200,10 +193,8 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, probs: torch.Tensor, engine: HybridEPEngine, exchange: Exchange, packs: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.engine, ctx.exchange = engine, exchange
-        if not packs:
-            return engine.dispatch(exchange, hidden, probs)
-        packed, row_probs = engine.dispatch(exchange, pack_rows(hidden), probs)
-        return unpack_rows(packed, hidden.shape[1]), row_probs
+        dispatch = engine.dispatch_packed if packs else engine.dispatch
+        return dispatch(exchange, hidden, probs)
 
     @staticmethod
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_probs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

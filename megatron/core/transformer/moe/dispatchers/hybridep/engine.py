@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from megatron.core.configs.base import Violation, violation
 from megatron.core.errors import ConfigError
+from megatron.core.fp8.wire import pack_rows, unpack_rows
 from megatron.core.transformer.moe.dispatchers.hybridep.metadata import Exchange
 from megatron.core.utils.collectives import all_gather_object
 from megatron.core.utils.groups import group_rank, group_size
@@ -99,8 +100,8 @@ class HybridEPEngine(abc.ABC):
     has_static_sizes = True
     """False if the engine cannot work with a row budget."""
 
-    takes_any_width = False
-    """True if rows may be narrower than the hidden states: packed ones are."""
+    packs_rows = False
+    """True if rows can travel as 8-bit codes."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
@@ -134,6 +135,17 @@ class HybridEPEngine(abc.ABC):
         The results are new tensors, no views of a buffer of the engine.
         """
 
+    def dispatch_packed(
+        self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`dispatch` of hidden [T, h], probs [T, K] whose rows travel as codes with 1 x 128 scales.
+
+        All engines with `packs_rows` return the same bits: those of `core/fp8/wire`, in the dtype of `hidden`. As it
+        stands here it is for engines whose `dispatch` takes rows of any width.
+        """
+        packed, row_probs = self.dispatch(exchange, pack_rows(hidden), probs)
+        return unpack_rows(packed, hidden.shape[1]), row_probs
+
     @abc.abstractmethod
     def combine(
         self, exchange: Exchange, rows: torch.Tensor, row_probs: torch.Tensor | None
@@ -145,17 +157,25 @@ class HybridEPEngine(abc.ABC):
 
 
 def check_backend(config: Any) -> list[Violation]:
-    """Refuse an engine that the backend does not have, and sizes that its only engine cannot keep."""
+    """Refuse an engine that the backend does not have, and what none of the engines in question can do."""
     field = "moe_flex_dispatcher_backend"
-    engines = BACKENDS.get(config.moe_flex_dispatcher_backend, {})
+    use_hybridep = "use --moe-flex-dispatcher-backend hybridep"
+    engines = BACKENDS.get(config.moe_flex_dispatcher_backend)
+    if engines is None:
+        return []  # refused as a value, and by shared_engine
     if config.moe_hybridep_engine not in (AUTO, *engines):
-        remedy = "use --moe-flex-dispatcher-backend hybridep, or drop --moe-hybridep-engine"
+        remedy = f"{use_hybridep}, or drop --moe-hybridep-engine"
         return [violation(config, f"moe_hybridep_engine {field}", "this backend has no such engine", remedy)]
     found = []
-    if not any(engine_class(engines, name).has_static_sizes for name in engines):
+    chosen = [engine_class(engines, name) for name in engines if config.moe_hybridep_engine in (AUTO, name)]
+    if config.moe_dispatch_fwd_dtype == "fp8" and not any(engine.packs_rows for engine in chosen):
+        names = f"moe_dispatch_fwd_dtype {field} moe_hybridep_engine"
+        remedy = f"{use_hybridep} --moe-hybridep-engine auto, or drop --moe-dispatch-fwd-dtype"
+        found.append(violation(config, names, "this engine sends rows as they are", remedy))
+    if not any(engine.has_static_sizes for engine in chosen):
         for name in ("moe_expert_rank_capacity_factor", "moe_pad_expert_input_to_capacity"):
             if getattr(config, name):
-                remedy = f"use --moe-flex-dispatcher-backend hybridep, or drop --{name.replace('_', '-')}"
+                remedy = f"{use_hybridep}, or drop --{name.replace('_', '-')}"
                 found.append(violation(config, f"{name} {field}", "its row counts depend on the routing", remedy))
     return found
 

@@ -20,6 +20,7 @@ Legend: T tokens of this rank, K slots of a token, h width, W ranks, n experts o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_kernels import 
     reduce_kernel,
     zero_kernel,
 )
-from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_launch import Launch, next_power_of_2
+from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_launch import Launch, Tiling, next_power_of_2
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_routing import arrange_kernel, number_rows
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_signals import COMBINE, DISPATCH
 
@@ -53,6 +54,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROW_ALIGNMENT = 8
 """Elements: 16-byte accesses in half precision."""
 MAX_UNROLLED_SLOTS = 8
+PACKED_BLOCK = 128
+"""Elements that share a scale on the wire; a kernel holds whole blocks."""
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -91,6 +94,8 @@ class Routing:
 
 class SymmMemEngine(HybridEPEngine):
     """Moves rows by kernels over symmetric memory. `*_phases` are the operations for ranks that share a process."""
+
+    packs_rows = True
 
     def __init__(self, setup: EngineSetup, timeout_s: float | None = None, launch: Launch | None = None) -> None:
         super().__init__(setup)
@@ -142,28 +147,34 @@ class SymmMemEngine(HybridEPEngine):
         """Rows [P, h], row probs [P] -> hidden [T, h], probs [T, K]."""
         return finish(self.combine_phases(exchange, rows, row_probs))
 
-    def dispatch_phases(self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None) -> Phases[Rows]:
+    def dispatch_packed(self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None) -> Rows:
+        """Hidden [T, h], probs [T, K] -> rows [P, h], row probs [P]; the kernels pack and unpack in passing."""
+        return finish(self.dispatch_phases(exchange, hidden, probs, is_packed=True))
+
+    def dispatch_phases(
+        self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None, is_packed: bool = False
+    ) -> Phases[Rows]:
         """Dispatch hidden [T, h], probs [T, K]; yields while the messages are under way."""
         routing: Routing = exchange.saved
         hidden = hidden.contiguous()
         self._check(exchange, hidden, probs)
         self._reserve(exchange, hidden, exchange.max_tokens or 0)
-        self.push(exchange, hidden, None if routing.is_known else probs)
+        self.push(exchange, hidden, None if routing.is_known else probs, is_packed)
         yield
         self._wait(DISPATCH, self._launch.push.blocks)
         if routing.is_known:
-            return self.expand(exchange, hidden, None), None
+            return self.expand(exchange, hidden, None, is_packed), None
         self.arrange(exchange)
         if not exchange.is_static:
             most_tokens = self._read_counts(exchange)
             if most_tokens > self._mail.capacity.tokens:
                 self._reserve(exchange, hidden, most_tokens)
-                self.push(exchange, hidden, probs)
+                self.push(exchange, hidden, probs, is_packed)
                 yield
                 self._wait(DISPATCH, self._launch.push.blocks)
             routing.slot_rows = routing.slot_rows.new_empty(self.setup.num_ranks, most_tokens, routing.places.shape[1])
         row_probs = torch.empty(exchange.num_rows or 0, dtype=torch.float32, device=hidden.device)
-        rows = self.expand(exchange, hidden, row_probs)
+        rows = self.expand(exchange, hidden, row_probs, is_packed)
         routing.is_known = True
         return rows, row_probs
 
@@ -200,7 +211,9 @@ class SymmMemEngine(HybridEPEngine):
         row_bytes = self.setup.hidden_size * rows.element_size()
         self._mail.reserve(Capacity(num_tokens, exchange.expert_ids.shape[1], row_bytes))
 
-    def push(self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None) -> None:
+    def push(
+        self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None, is_packed: bool = False
+    ) -> None:
         """Send hidden [T, h]; with probs [T, K] the slots and the header too."""
         mail, setup, routing, tiling = self._mail, self.setup, exchange.saved, self._launch.push
         num_tokens = exchange.num_tokens
@@ -214,26 +227,18 @@ class SymmMemEngine(HybridEPEngine):
             routing.places,
             hidden if weights is None else weights,
             routing.counts,
-            mail.control_addresses,
-            mail.data_addresses,
-            mail.signals.epoch,
             num_tokens if num_tokens <= mail.capacity.tokens else 0,
             num_tokens,
-            setup.rank,
-            mail.capacity.tokens,
-            mail.sections.num_bytes,
-            mail.sections.places_at,
-            mail.sections.probs_at,
-            mail.sections.rows_at,
+            control=mail.control_addresses,
+            places_at=mail.sections.places_at,
             HEADERS_AT=mail.headers_at,
             OPERATION=DISPATCH,
             EXPERTS_PAD=next_power_of_2(setup.num_local_experts),
             TILE=tiling.tokens,
-            BLOCK=tiling.width(setup.hidden_size),
             WITH_ROUTING=probs is not None,
+            PACKED=is_packed,
             EXPERTS=setup.num_local_experts,
-            num_warps=tiling.num_warps(self.setup.hidden_size),
-            **self._sizes(slots),
+            **self._common(slots, tiling, is_packed),
         )
 
     def _wait(self, operation: int, num_reports: int) -> None:
@@ -267,7 +272,9 @@ class SymmMemEngine(HybridEPEngine):
         exchange.num_rows, _, most_tokens, *exchange.host_tokens_per_expert = HostCounts(values).wait()
         return most_tokens
 
-    def expand(self, exchange: Exchange, hidden: torch.Tensor, row_probs: torch.Tensor | None) -> torch.Tensor:
+    def expand(
+        self, exchange: Exchange, hidden: torch.Tensor, row_probs: torch.Tensor | None, is_packed: bool = False
+    ) -> torch.Tensor:
         """Fill the rows [P, h]; row probs [P] are there to be filled in an exchange's first dispatch."""
         mail, setup, routing, tiling = self._mail, self.setup, exchange.saved, self._launch.expand
         rows = hidden.new_empty(exchange.num_rows or 0, setup.hidden_size)
@@ -280,21 +287,13 @@ class SymmMemEngine(HybridEPEngine):
             routing.slot_rows,
             routing.firsts,
             mail.control[mail.headers_at :],
-            mail.data_addresses,
-            mail.signals.epoch,
             routing.slot_rows.shape[1],
             rows.shape[0],
-            setup.rank,
-            mail.capacity.tokens,
-            mail.sections.num_bytes,
-            mail.sections.places_at,
-            mail.sections.probs_at,
-            mail.sections.rows_at,
-            BLOCK=tiling.width(setup.hidden_size),
+            places_at=mail.sections.places_at,
             WITH_ROUTING=row_probs is not None,
+            PACKED=is_packed,
             EXPERTS=setup.num_local_experts,
-            num_warps=tiling.num_warps(self.setup.hidden_size),
-            **self._sizes(routing.slot_rows.shape[2]),
+            **self._common(routing.slot_rows.shape[2], tiling, is_packed),
         )
         if setup.row_multiple > 1:
             streams.declare("clear padding", (routing.group_ends,), (rows, row_probs))
@@ -321,55 +320,46 @@ class SymmMemEngine(HybridEPEngine):
             rows,
             rows if values is None else values,
             routing.slot_rows,
-            mail.control_addresses,
-            mail.data_addresses,
-            mail.signals.epoch,
             routing.slot_rows.shape[1],
-            self.setup.rank,
-            mail.capacity.tokens,
-            mail.sections.num_bytes,
-            mail.sections.probs_at,
-            mail.sections.rows_at,
+            control=mail.control_addresses,
             OPERATION=COMBINE,
-            BLOCK=tiling.width(self.setup.hidden_size),
             UNROLL=min(slots, MAX_UNROLLED_SLOTS),
             WITH_PROBS=row_probs is not None,
-            INTERPRETED=is_interpreted(),
-            num_warps=tiling.num_warps(self.setup.hidden_size),
-            **self._sizes(slots),
+            **self._common(slots, tiling),
         )
 
     def add(self, exchange: Exchange, hidden: torch.Tensor, probs: torch.Tensor | None) -> None:
         """Fill hidden [T, h] and probs [T, K] from what the ranks returned."""
-        mail, setup, tiling = self._mail, self.setup, self._launch.add
-        streams.declare("add", (exchange.expert_ids, *mail.tensors), (hidden, probs))
+        tiling = self._launch.add
+        streams.declare("add", (exchange.expert_ids, *self._mail.tensors), (hidden, probs))
         add_kernel[(tiling.blocks,)](
             hidden,
             hidden if probs is None else probs,
             exchange.expert_ids,
-            mail.data_addresses,
-            mail.signals.epoch,
             exchange.num_tokens,
-            setup.rank,
-            mail.capacity.tokens,
-            mail.sections.num_bytes,
-            mail.sections.probs_at,
-            mail.sections.rows_at,
-            BLOCK=tiling.width(setup.hidden_size),
             WITH_PROBS=probs is not None,
-            INTERPRETED=is_interpreted(),
-            EXPERTS=setup.num_local_experts,
-            num_warps=tiling.num_warps(self.setup.hidden_size),
-            **self._sizes(exchange.expert_ids.shape[1]),
+            EXPERTS=self.setup.num_local_experts,
+            **self._common(exchange.expert_ids.shape[1], tiling),
         )
 
-    def _sizes(self, slots: int) -> dict[str, int]:
-        """Sizes that most kernels are compiled for."""
+    def _common(self, slots: int, tiling: Tiling, is_packed: bool = False) -> dict[str, Any]:
+        """What push, expand, reduce and add all take: where messages lie, and sizes to compile for."""
+        mail, width = self._mail, self.setup.hidden_size
         return {
+            "data": mail.data_addresses,
+            "epoch": mail.signals.epoch,
+            "rank": self.setup.rank,
+            "capacity": mail.capacity.tokens,
+            "buffer_bytes": mail.sections.num_bytes,
+            "probs_at": mail.sections.probs_at,
+            "rows_at": mail.sections.rows_at,
             "SIZE": self.setup.num_ranks,
             "SLOTS": slots,
             "SLOTS_PAD": next_power_of_2(slots),
-            "WIDTH": self.setup.hidden_size,
+            "WIDTH": width,
+            "BLOCK": max(tiling.width(width), PACKED_BLOCK if is_packed else 1),
+            "INTERPRETED": is_interpreted(),
+            "num_warps": tiling.num_warps(width),
         }
 
 

@@ -6,6 +6,11 @@
     reduce   at the experts: the rows of a token added up, one sum per token back to its source
     add      at the source: the sums of the ranks added up
 
+Rows may be sent packed: codes and scales in place of elements, made by push and turned into elements again by expand,
+which does both for the rows that a rank sends to itself.
+
+    packed section   codes e4m3 uint8 [W, C, h] | scales fp32 [W, C, h / 128]
+
 A kernel that writes to peers ends with `publish`; none waits. All loop over their items with a fixed number of blocks,
 which is a knob, as these run beside matrix products that want the other multiprocessors. Offsets of rows have 64 bits.
 
@@ -14,6 +19,7 @@ h width, W ranks, n experts on each, P rows at this rank's experts.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202 (kernels)
+from megatron.core.fusions.fp8_blocks import pack_blocks, unpack_blocks
 from megatron.core.fusions.triton_casts import narrow
 from megatron.core.optional_deps import tl, triton_jit
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_signals import publish
@@ -26,6 +32,26 @@ def _at(addresses, peer, offset, dtype: tl.constexpr):
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
+@triton_jit
+def _outgoing(epoch, buffer_bytes):
+    """Which of the two buffers the next message goes to, and where that begins."""
+    parity = tl.load(epoch) & 1
+    return parity, parity.to(tl.int64) * buffer_bytes
+
+
+@triton_jit
+def _incoming(epoch, buffer_bytes):
+    """Which of the two buffers holds the last message, and where that begins."""
+    parity = (tl.load(epoch) - 1) & 1
+    return parity, parity.to(tl.int64) * buffer_bytes
+
+
+@triton_jit
+def _scales_at(rows_at, capacity, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the scales of packed rows begin: behind the codes of all sections."""
+    return rows_at + tl.cast(capacity, tl.int64) * (SIZE * WIDTH)
+
+
 @triton_jit(do_not_specialize=["num_tokens", "tokens_in_header", "rank", "capacity", "buffer_bytes"])
 def push_kernel(
     hidden,  # [T, h]
@@ -33,11 +59,11 @@ def push_kernel(
     places,  # int32 [T, K]
     probs,  # fp32 [T, K]
     counts,  # int32 [W * n]
+    num_tokens,
+    tokens_in_header,
     control,  # int64 [W], addresses
     data,  # int64 [W], addresses
     epoch,  # int32 [1]
-    num_tokens,
-    tokens_in_header,
     rank,
     capacity,
     buffer_bytes,
@@ -55,10 +81,11 @@ def push_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     WITH_ROUTING: tl.constexpr,
+    PACKED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Store rows, and with routing the header and the slots, at all ranks that need them. Grid: [blocks]."""
-    parity = tl.load(epoch) & 1
-    buffer = parity.to(tl.int64) * buffer_bytes
+    parity, buffer = _outgoing(epoch, buffer_bytes)
     is_first = tl.program_id(0) == 0
     if WITH_ROUTING and is_first:
         experts = tl.arange(0, EXPERTS_PAD)
@@ -69,6 +96,7 @@ def push_kernel(
             tl.store(header + experts, count, mask=experts < EXPERTS)
             tl.store(header + EXPERTS, tokens_in_header)
     slots = tl.arange(0, SLOTS_PAD)
+    NUM_SCALES: tl.constexpr = (WIDTH + 127) // 128
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, TILE), tl.num_programs(0)):
         tokens = tile * TILE + tl.arange(0, TILE)
         is_token = tokens < num_tokens
@@ -88,15 +116,28 @@ def push_kernel(
         for column in range(0, WIDTH, BLOCK):
             columns = column + tl.arange(0, BLOCK)
             is_element = is_token[:, None] & (columns < WIDTH)[None, :]
-            row = tl.load(hidden + tokens.to(tl.int64)[:, None] * WIDTH + columns[None, :], mask=is_element)
+            row = tl.load(hidden + tokens.to(tl.int64)[:, None] * WIDTH + columns[None, :], mask=is_element, other=0.0)
+            if PACKED:
+                blocks = tl.reshape(row.to(tl.float32), [TILE * BLOCK // 128, 128])
+                codes, scales = pack_blocks(blocks, INTERPRETED)
+                codes, scales = tl.reshape(codes, [TILE, BLOCK]), tl.reshape(scales, [TILE, BLOCK // 128])
+                of_scale = column // 128 + tl.arange(0, BLOCK // 128)
+                is_scale = is_token[:, None] & (of_scale < NUM_SCALES)[None, :]
+                to_scale = section[:, None] * NUM_SCALES + of_scale[None, :]
             # The own rank reads `hidden` itself. The others in turn from the next one on, so that not all write to one.
             for step in range(1, SIZE):
                 peer = (rank + step) % SIZE
                 is_needed = tl.max((destinations == peer).to(tl.int32), axis=1) > 0
-                target = _at(data, peer, buffer + rows_at, hidden.dtype.element_ty)
-                tl.store(
-                    target + section[:, None] * WIDTH + columns[None, :], row, mask=is_element & is_needed[:, None]
-                )
+                to_element = section[:, None] * WIDTH + columns[None, :]
+                if PACKED:
+                    target = _at(data, peer, buffer + rows_at, tl.uint8)
+                    tl.store(target + to_element, codes, mask=is_element & is_needed[:, None])
+                    scales_at = _scales_at(rows_at, capacity, SIZE, WIDTH)
+                    target = _at(data, peer, buffer + scales_at, tl.float32)
+                    tl.store(target + to_scale, scales, mask=is_scale & is_needed[:, None])
+                else:
+                    target = _at(data, peer, buffer + rows_at, hidden.dtype.element_ty)
+                    tl.store(target + to_element, row, mask=is_element & is_needed[:, None])
     publish(control, OPERATION, rank, SIZE)
 
 
@@ -108,10 +149,10 @@ def expand_kernel(
     slot_rows,  # int32 [W, N, K]: row of each slot, -1 = not ours, -2 = dropped
     firsts,  # int32 [W, n]
     headers,  # int32 [2, W, n + 1]
-    data,  # int64 [W], addresses
-    epoch,  # int32 [1]
     num_tokens,  # N
     num_rows,  # P
+    data,  # int64 [W], addresses
+    epoch,  # int32 [1]
     rank,
     capacity,
     buffer_bytes,
@@ -125,12 +166,16 @@ def expand_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WITH_ROUTING: tl.constexpr,
+    PACKED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Copy each token into its rows; with routing, find out first which these are, and keep that. Grid: [blocks]."""
-    parity = (tl.load(epoch) - 1) & 1
-    buffer = parity.to(tl.int64) * buffer_bytes
+    parity, buffer = _incoming(epoch, buffer_bytes)
+    dtype: tl.constexpr = hidden.dtype.element_ty
+    NUM_SCALES: tl.constexpr = (WIDTH + 127) // 128
     slots = tl.arange(0, SLOTS_PAD)
-    received = _at(data, rank, buffer + rows_at, hidden.dtype.element_ty)
+    received = _at(data, rank, buffer + rows_at, tl.uint8 if PACKED else dtype)
+    received_scales = _at(data, rank, buffer + _scales_at(rows_at, capacity, SIZE, WIDTH), tl.float32)
     received_ids = _at(data, rank, buffer, tl.int32)
     received_places = _at(data, rank, buffer + places_at, tl.int32)
     received_probs = _at(data, rank, buffer + probs_at, tl.float32)
@@ -157,9 +202,18 @@ def expand_kernel(
         for column in range(0, WIDTH, BLOCK):
             columns = column + tl.arange(0, BLOCK)
             is_element = is_kept & (columns < WIDTH)
-            near = tl.load(hidden + tl.cast(token, tl.int64) * WIDTH + columns, mask=is_element & is_own)
-            far = tl.load(received + section * WIDTH + columns, mask=is_element & (source != rank))
-            values = tl.where(is_own, near, far)
+            near = tl.load(hidden + tl.cast(token, tl.int64) * WIDTH + columns, mask=is_element & is_own, other=0.0)
+            far = tl.load(received + section * WIDTH + columns, mask=is_element & (source != rank), other=0)
+            if PACKED:
+                codes, scales = pack_blocks(tl.reshape(near.to(tl.float32), [BLOCK // 128, 128]), INTERPRETED)
+                of_scale = column // 128 + tl.arange(0, BLOCK // 128)
+                is_scale = is_kept & (of_scale < NUM_SCALES) & (source != rank)
+                far_scales = tl.load(received_scales + section * NUM_SCALES + of_scale, mask=is_scale, other=1.0)
+                codes = tl.where(is_own, codes, tl.reshape(far, [BLOCK // 128, 128]))
+                blocks = unpack_blocks(codes, tl.where(is_own, scales, far_scales), INTERPRETED)
+                values = narrow(tl.reshape(blocks, [BLOCK]), dtype, INTERPRETED)
+            else:
+                values = tl.where(is_own, near, far)
             for slot in range(SLOTS):
                 target = tl.sum(tl.where(slots == slot, row, 0), axis=0).to(tl.int64)
                 tl.store(rows + target * WIDTH + columns, values, mask=is_element & (target >= 0))
@@ -194,10 +248,10 @@ def reduce_kernel(
     rows,  # [P, h]
     row_probs,  # fp32 [P]
     slot_rows,  # int32 [W, N, K]
+    num_tokens,  # N
     control,  # int64 [W], addresses
     data,  # int64 [W], addresses
     epoch,  # int32 [1]
-    num_tokens,  # N
     rank,
     capacity,
     buffer_bytes,
@@ -214,8 +268,7 @@ def reduce_kernel(
     INTERPRETED: tl.constexpr,
 ):
     """Add up the rows of each token in the order of its experts, send sum and slot values home. Grid: [blocks]."""
-    parity = tl.load(epoch) & 1
-    buffer = parity.to(tl.int64) * buffer_bytes
+    _, buffer = _outgoing(epoch, buffer_bytes)
     dtype: tl.constexpr = rows.dtype.element_ty
     slots = tl.arange(0, SLOTS_PAD)
     # Sources alternate, so that local reads and sends to all peers go on at the same time.
@@ -246,9 +299,9 @@ def add_kernel(
     hidden,  # [T, h]
     probs,  # fp32 [T, K]
     expert_ids,  # int32 [T, K]
+    num_tokens,  # T
     data,  # int64 [W], addresses
     epoch,  # int32 [1]
-    num_tokens,  # T
     rank,
     capacity,
     buffer_bytes,
@@ -264,8 +317,7 @@ def add_kernel(
     INTERPRETED: tl.constexpr,
 ):
     """Add up what the ranks returned for each token, in the order of ranks. Grid: [blocks]."""
-    parity = (tl.load(epoch) - 1) & 1
-    buffer = parity.to(tl.int64) * buffer_bytes
+    _, buffer = _incoming(epoch, buffer_bytes)
     dtype: tl.constexpr = hidden.dtype.element_ty
     slots = tl.arange(0, SLOTS_PAD)
     returned = _at(data, rank, buffer + rows_at, dtype)

@@ -101,7 +101,8 @@ def test_the_table_is_what_the_stand_in_takes(library, class_name):
 
 @pytest.mark.parametrize(("backend", "name"), ENGINES)
 def test_missing_library_names_the_step_that_installs_it(backend, name):
-    with pytest.raises(MissingDependencyError, match="build DeepEP from source"):
+    remedy = "build DeepEP from source .*, or use --moe-flex-dispatcher-backend hybridep --moe-hybridep-engine auto"
+    with pytest.raises(MissingDependencyError, match=remedy):
         shared_engine(backend, name, EngineSetup(None, 4, 16))
 
 
@@ -125,7 +126,7 @@ def test_sizes_that_would_abort_the_library_are_refused(library, setup, text):
 
 def test_rows_of_another_dtype_are_refused(library):
     case = DispatchCase((3,), num_local_experts=4, width=16)
-    with pytest.raises(ConfigError, match="the library moves bf16"):
+    with pytest.raises(ConfigError, match=r"the library moves bf16; add --bf16, or use .*-backend hybridep"):
         run_engine(shared_engine("hybridep", "deep_ep", EngineSetup(None, 4, 16)), case, 0)
 
 

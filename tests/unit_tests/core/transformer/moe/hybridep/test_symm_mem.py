@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.errors import ConfigError, RankFailure
+from megatron.core.fp8.wire import pack_rows, unpack_rows
 from megatron.core.transformer.moe.dispatchers.hybridep import symm_mem_buffers, symm_mem_routing
 from megatron.core.transformer.moe.dispatchers.hybridep.collective import CollectiveEngine
 from megatron.core.transformer.moe.dispatchers.hybridep.engine import EngineSetup
@@ -70,18 +71,20 @@ def collective_job(case):
     engine = CollectiveEngine(EngineSetup(dist.group.WORLD, case.experts, case.width, case.multiple))
     exchange = Exchange(expert_ids=ids[rank], max_tokens=max(case.tokens), row_budget=case.budget)
     engine.prepare(exchange)
-    rows, row_probs = engine.dispatch(exchange, hidden[rank], probs[rank])
+    dispatch = engine.dispatch_packed if case.is_packed else engine.dispatch
+    rows, row_probs = dispatch(exchange, hidden[rank], probs[rank])
     return (rows, row_probs), engine.combine(exchange, rows, row_probs), exchange.tokens_per_expert
 
 
-@pytest.mark.parametrize("case", [SMALL, INTERPRETED_CASES[-1]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [SMALL, *INTERPRETED_CASES[-3:]], ids=lambda case: case.name)
 def test_definition_is_that_of_the_collective_engine(pool, case):
     generator = case.generator("cpu")
     ids = case.expert_ids("cpu", generator)
     hidden = case.normal(list(case.tokens), "cpu", generator)
     probs = [torch.rand(x.shape, generator=generator) for x in ids]
     reference = LocalExchange(ids, case.experts, case.multiple, case.budget)
-    sent = reference.dispatch(hidden, probs)
+    arriving = [unpack_rows(pack_rows(one), case.width) for one in hidden] if case.is_packed else hidden
+    sent = reference.dispatch(arriving, probs)
     returned = reference.combine(*map(list, zip(*sent, strict=True)))
     for rank, (rows, sums, counts) in enumerate(pool.run(collective_job, case, world_size=len(ids))):
         end = sum(reference.tokens_per_expert[rank])

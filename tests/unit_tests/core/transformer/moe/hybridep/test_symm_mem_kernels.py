@@ -28,10 +28,10 @@ CONSTANTS |= {
     "COLUMNS": 8,
     "CHUNK": 64,
 }
-CONSTANTS |= {"WITH_ROUTING": True, "WITH_PROBS": True, "INTERPRETED": False}
+CONSTANTS |= {"WITH_ROUTING": True, "WITH_PROBS": True, "PACKED": False, "INTERPRETED": False}
 
 
-def compile_for_hopper(kernel, num_warps=4):
+def compile_for_hopper(kernel, num_warps=4, **changes):
     """The machine-independent assembly of a kernel, which must also assemble for the chip."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -40,7 +40,7 @@ def compile_for_hopper(kernel, num_warps=4):
     for position, parameter in enumerate(kernel.params):
         name = parameter.name
         if parameter.is_constexpr:
-            signature[name], constants[name] = "constexpr", CONSTANTS[name]
+            signature[name], constants[name] = "constexpr", {**CONSTANTS, **changes}[name]
             continue
         is_offset = name.endswith("_at") or name == "buffer_bytes"
         signature[name] = POINTERS.get(name, "i64" if is_offset else "i32")
@@ -55,6 +55,15 @@ def test_rows_are_stored_in_16_byte_words(name):
     text = compile_for_hopper(getattr(kernels, name))
     assert re.search(r"st\.global\.v4\.b32", text)
     assert not re.search(r"(ld|st)\.global\S*\.b16", text)
+
+
+@pytest.mark.parametrize("name", ["push_kernel", "expand_kernel"])
+def test_packed_rows_are_loaded_and_stored_in_wide_words(name):
+    text = compile_for_hopper(getattr(kernels, name), PACKED=True)
+    assert re.search(r"ld\.global\.v4\.b32", text)
+    assert re.search(r"st\.global\.v[24]\.b32", text)
+    assert not re.search(r"(ld|st)\.global\S*\.b(8|16)", text)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in text
 
 
 def test_reports_are_released_and_acquired_at_system_scope():
