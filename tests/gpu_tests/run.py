@@ -103,6 +103,8 @@ PARTS = (
     Part("graph-growing", (f"{FIGURES}::test_capture_into_memory_that_grows_in_place",), 90),
     Part("step-A", (f"{STEP}::test_captured_step_is_timed[A]",), 120),
     Part("step-C", (f"{STEP}::test_captured_step_is_timed[C]",), 120),
+    Part("step-A-kernels", (f"{STEP}::test_kernels_of_a_captured_step_are_listed[A]",), 90),
+    Part("step-C-kernels", (f"{STEP}::test_kernels_of_a_captured_step_are_listed[C]",), 90),
     Part("step-A-rows", (f"{STEP}::test_captured_steps_are_timed_beside_eager_ones[A]",), 300),
     Part("step-C-rows", (f"{STEP}::test_captured_steps_are_timed_beside_eager_ones[C]",), 300),
     Part("graph-2", (GRAPH, "-k", "two_gpus or ends_by"), 240, num_gpus=2),

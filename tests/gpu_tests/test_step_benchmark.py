@@ -25,3 +25,8 @@ def test_captured_step_is_timed(name):
 def test_captured_steps_are_timed_beside_eager_ones(name):
     rows = ["eager", "graph", "drop-pad"]
     assert step.main(["--slice", name, "--variants", *rows, "--folder", str(FOLDER)]) == 0
+
+
+@pytest.mark.parametrize("name", step.SLICES)
+def test_kernels_of_a_captured_step_are_listed(name):
+    assert step.main(["--slice", name, "--variants", "graph", "--kernels", "--folder", str(FOLDER)]) == 0

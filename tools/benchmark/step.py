@@ -2,6 +2,7 @@
 
     python tools/benchmark/step.py --slice A                         eager and captured, on one GPU
     python tools/benchmark/step.py --slice C --variants drop-pad     one row; --gpus 2 for two GPUs
+    python tools/benchmark/step.py --slice A --variants graph --kernels     kernels of one step by name (kernels.py)
 
 A slice is a launch file in tools/benchmark/slices; a variant adds flags to it. Every row is a run of its own: two eager
 steps, from the third on what the variant asks for; the steps after that are timed by the training log. Rows are written
@@ -19,12 +20,14 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tools.benchmark.kernels import kernel_table, lines, read_trace
 from tools.benchmark.result import ROOT, write_result
 from tools.run_metrics import parse_log
 
@@ -103,6 +106,24 @@ def judge(row: dict[str, Any], reference: dict[str, Any] | None) -> str:
     return "counts" if worst <= LOSS_TOLERANCE else f"losses differ from the eager run by {worst:.1e}"
 
 
+def list_kernels(slice_name: str, variant: str, flags: str, gpus: int, folder: Path) -> bool:
+    """Profile step FIRST_TIMED_STEP of a row, print and write its kernels; False if the run failed."""
+    with tempfile.TemporaryDirectory() as traces:
+        window = f"--profile-step-start {FIRST_TIMED_STEP - 1} --profile-step-end {FIRST_TIMED_STEP}"
+        profile = f"--profile --use-pytorch-profiler --profile-ranks 0 --tensorboard-dir {traces} {window}"
+        more = f"{VARIANTS[variant]} {flags} --train-iters {FIRST_TIMED_STEP} {profile}"
+        command, log, seconds, code = launch(slice_name, more, gpus)
+        trace = Path(traces) / "profile" / "rank-0.json"
+        events = read_trace(trace) if code == 0 else []
+    table = kernel_table(events, num_steps=1)
+    found = bool(table["kernels"])
+    print(f"{slice_name} {variant}: exit code {code}, {seconds:.0f} s")
+    print("\n".join(lines(table)) if found else log[-3000:], flush=True)
+    record = {"slice": slice_name, "variant": variant, "gpus": gpus, "command": shlex.join(command), **table}
+    write_result(folder / f"kernels-{slice_name}-{variant}.json", record)
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the rows; returns 1 if one failed or does not count."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -110,8 +131,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=[REFERENCE, "graph"])
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--flags", default="", help="added to every row")
+    parser.add_argument("--kernels", action="store_true", help="list the kernels of one step of each row instead")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "evidence" / "benchmarks")
     args = parser.parse_args(argv)
+    if args.kernels:
+        listed = [list_kernels(args.slice, name, args.flags, args.gpus, args.folder) for name in args.variants]
+        return 0 if all(listed) else 1
     rows: list[dict[str, Any]] = []
     is_good = True
     for variant in args.variants:
