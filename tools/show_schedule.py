@@ -72,6 +72,7 @@ def describe(args: argparse.Namespace) -> tuple[str, PlanShape]:
         num_chunks=args.virtual_pipeline_model_parallel_size or 1,
         pp_size=args.pipeline_model_parallel_size,
         microbatch_group_size=args.microbatch_group_size_per_vp_stage,
+        delays_wgrad=args.delay_wgrad_compute,
     )
     overlapped = f"{plan_name(shape)}_overlap"
     return (overlapped if args.overlap_moe_expert_parallel_comm else plan_name(shape)), shape

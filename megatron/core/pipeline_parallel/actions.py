@@ -14,9 +14,9 @@ class ActionKind(enum.Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    """Gradients of the input, and of the weights unless the plan has a W for them."""
+    """Gradients of the input, and of the weights that no W is left for."""
     WGRAD = "W"
-    """Gradients of the weights that the backward put off."""
+    """Gradients of the weights that the backward put off to the very end: those of the chunk's first layer."""
     RECOMPUTE = "R"
     """Forward once more, before the backward, of what was not kept."""
     SEND = "send"
@@ -80,6 +80,11 @@ def backward(chunk: int, microbatch: int) -> Action:
     return Action(ActionKind.BACKWARD, chunk, microbatch)
 
 
+def weight_grads(chunk: int, microbatch: int) -> Action:
+    """W of one microbatch in one chunk."""
+    return Action(ActionKind.WGRAD, chunk, microbatch)
+
+
 def overlap(first: Action, second: Action) -> Action:
     """The forward `first` beside the backward `second`."""
     assert (first.kind, second.kind) == (ActionKind.FORWARD, ActionKind.BACKWARD), f"{first} beside {second}"
@@ -97,6 +102,8 @@ class PlanShape:
     pp_rank: int = 0
     microbatch_group_size: int | None = None
     """Microbatches that run through one chunk before the next chunk has its turn; None is `pp_size`."""
+    delays_wgrad: bool = False
+    """Weight gradients are put off; a plan with messages lets the last of each backward hide them."""
 
     @property
     def group_size(self) -> int:

@@ -3,7 +3,8 @@
 The executor hands messages over: what an action reads is waited for just before it, what it made is put aside for its
 SEND. A worker does the computing in between.
 
-A chunk reduces gradients with the microbatch whose backward is its last one: actions of the others run under `no_sync`.
+A chunk reduces gradients with the microbatch whose backward is its last one: actions of the others, the W of a backward
+among them, run under `no_sync`.
 
 Legend: s sequence of this rank, b micro batch, h hidden size.
 """
@@ -45,6 +46,10 @@ class Worker(Protocol):
 
     def overlap(self, action: Action, received: Tensor | None, grad: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Run a pair of both."""
+        ...
+
+    def weight_grads(self, action: Action) -> None:
+        """Compute what a backward left to the W of its microbatch."""
         ...
 
     def finish(self) -> None:
@@ -102,6 +107,10 @@ class PlainWorker:
         """Refuse `received` [s, b, h] and `grad` [s, b, h]: whole chunks hide nothing."""
         raise AssertionError(f"{action}: a pair needs chunks in stages")
 
+    def weight_grads(self, action: Action) -> None:
+        """Refuse: a backward of whole chunks puts nothing off."""
+        raise AssertionError(f"{action}: weight gradients that come later need chunks in stages")
+
     def finish(self) -> None:
         """Check that no forward is left without its backward."""
         assert not self._held, f"forward without backward for (chunk, microbatch) {sorted(self._held)}"
@@ -149,6 +158,8 @@ class PlanRun:
             output, input_grad = self.worker.overlap(action, received, grad)
             self._put_output(first, output)
             self._put_gradient(second, input_grad)
+        elif action.kind is ActionKind.WGRAD:
+            self.worker.weight_grads(action)
         else:
             raise AssertionError(f"{action}: no worker does {action.kind}")
 

@@ -1,6 +1,7 @@
 """Checks the lists of all ranks of a pipeline, whoever made them, without running anything.
 
-    1. each forward once; in training each backward once and after it; a W after its backward, an R before it
+    1. each forward once; in training each backward once and after it; an R before a backward, a W after it and after
+       what it sends
     2. what a stage reads was received before, what another stage needs is sent after
     3. messages: every rank blocks at each until the other end reaches the same one; a rank that meets another message,
        or waits for ever, is an error
@@ -87,6 +88,8 @@ def _check_order(plan: Sequence[Action], rank: int, shape: PlanShape) -> None:
         for needed in _needs(action, rank, shape):
             if needed not in done:
                 raise PlanError(f"rank {rank}: {action} comes before {_name(needed)}")
+        if action.kind is ActionKind.WGRAD and (Direction.GRADIENT, chunk, microbatch) in unsent:
+            raise PlanError(f"rank {rank}: {action} comes before the gradient is sent, and hides nothing")
         stage = chunk * shape.pp_size + rank
         if action.kind is ActionKind.FORWARD and stage < shape.num_stages - 1:
             unsent.add((Direction.ACTIVATION, chunk, microbatch))

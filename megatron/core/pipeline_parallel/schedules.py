@@ -66,6 +66,7 @@ def run_schedule(
         pp_size=group_size(groups.pp),
         pp_rank=group_rank(groups.pp),
         microbatch_group_size=config.microbatch_group_size_per_vp_stage,
+        delays_wgrad=config.delay_wgrad_compute,
     )
     context = StepContext(
         forward_step_func=forward_step_func,

@@ -1,7 +1,7 @@
 """When each action of each rank runs, if every rank works through its list as soon as its inputs are there.
 
-Messages take no time and nobody waits to send. Times are whole numbers: a forward takes 1, a backward 2, of which 1 is
-the weight gradients if the plan has a W for them.
+Messages take no time and nobody waits to send. Times are whole numbers: a forward takes 1, a backward 2. A W, the
+weight gradients of one layer, counts as part of its backward.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megatron.core.pipeline_parallel.actions import Action, ActionKind, PlanShape
 
 MESSAGES = (ActionKind.SEND, ActionKind.RECV)
-COST = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2, ActionKind.WGRAD: 1, ActionKind.RECOMPUTE: 1}
+COST = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2, ActionKind.WGRAD: 0, ActionKind.RECOMPUTE: 1}
 
 Done = dict[tuple[ActionKind, int, int], int]
 """(kind, stage, microbatch) -> time at which it ended."""
@@ -31,7 +31,6 @@ def make_timeline(plans: Sequence[Sequence[Action]], shape: PlanShape) -> list[l
     Raises: ValueError if the ranks wait for each other, naming what each one waits for.
     """
     work = [[action for action in plan if action.kind not in MESSAGES] for plan in plans]
-    has_wgrad = any(action.kind is ActionKind.WGRAD for plan in work for action in plan)
     spans: list[list[Span]] = [[] for _ in plans]
     done: Done = {}
     is_moving = True
@@ -44,7 +43,7 @@ def make_timeline(plans: Sequence[Sequence[Action]], shape: PlanShape) -> list[l
                 if any(key not in done for key in inputs):
                     break
                 start = max([done[key] for key in inputs] + [span.end for span in spans[rank][-1:]], default=0)
-                end = start + sum(COST[p.kind] - (has_wgrad and p.kind is ActionKind.BACKWARD) for p in action.parts)
+                end = start + sum(COST[part.kind] for part in action.parts)
                 spans[rank].append(Span(action, start, end))
                 done.update({_key(part, rank, shape): end for part in action.parts})
                 is_moving = True

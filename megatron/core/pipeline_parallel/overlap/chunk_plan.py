@@ -4,6 +4,7 @@ begin            embedding, or the hidden states that another pipeline stage sen
 layers[i]        the stages of each layer
 end              what follows the layers: at the end of the model final norm, output layer and loss
 begin_backward   the same way back: `end`, the layers in reverse, `begin`
+finish_weight_grads   those of the first layer, if the schedule left them until the gradient of the input was sent
 """
 
 from collections.abc import Callable
@@ -26,12 +27,19 @@ class ChunkPlan:
         finish: Maps the chunk's output to what it hands on: the loss [] at the end of the model, else the output.
         name: Names chunk and microbatch in reports.
         settings: What all plans of a step share.
+        leaves_wgrads: Leave the delayed weight gradients of the first layer, which backward comes to last, to
+            `finish_weight_grads`.
     """
 
     def __init__(
-        self, stages: ModelStages, finish: Callable[[torch.Tensor], torch.Tensor], name: str, settings: PlanSettings
+        self,
+        stages: ModelStages,
+        finish: Callable[[torch.Tensor], torch.Tensor],
+        name: str,
+        settings: PlanSettings,
+        leaves_wgrads: bool = False,
     ) -> None:
-        self.stages, self.name, self.settings = stages, name, settings
+        self.stages, self.name, self.settings, self.leaves_wgrads = stages, name, settings, leaves_wgrads
         self.layers: list[LayerPlan] = []
         self._embed = None
         if stages.embed is not None:
@@ -58,6 +66,7 @@ class ChunkPlan:
                 f"{self.name} layer {i}",
                 self.settings,
                 is_recomputed=i in self.stages.recomputed_layers,
+                leaves_wgrads=self.leaves_wgrads and i == 0,
             )
             for i, layer in enumerate(self.stages.layers)
         ]
@@ -89,15 +98,23 @@ class ChunkPlan:
     def end_backward(self) -> torch.Tensor | None:
         """Finish backward; returns the gradient [s, b, h] of what the chunk had received, None if it embeds."""
         value, self._value = self._value, None
-        for layer in self.layers:
+        self.layers, closed = (self.layers[:1], self.layers[1:]) if self.leaves_wgrads else ([], self.layers)
+        for layer in closed:
             layer.close()
-        self.layers = []
         if self._embed is None:
             return None if value is None else value.tensor
         self._embed.backward(value)
         with streams.on(Role.COMPUTE, f"W {self.name} embed"):
             self._tie.flush()
         return None
+
+    def finish_weight_grads(self) -> int:
+        """Compute the weight gradients that were left; returns the number of products."""
+        layers, self.layers = self.layers, []
+        num_products = sum(layer.finish_weight_grads() for layer in layers)
+        for layer in layers:
+            layer.close()
+        return num_products
 
 
 def _nothing() -> None:

@@ -14,6 +14,9 @@ gradients); what stands in one line runs at the same time:
 
 A layer that is recomputed (r) runs again before its backward: `r pre_dispatch` before `b post`, `r dispatch` before
 `b combine`, `r experts` before `b experts`.
+
+In a pipeline the `w pre_dispatch` of the layer that backward comes to last is left out here: it runs when the gradient
+of the chunk's input is on its way, as an action of its own (W).
 """
 
 from collections.abc import Sequence

@@ -69,6 +69,7 @@ class LayerPlan:
         name: Names microbatch and layer in reports.
         settings: What all plans share.
         is_recomputed: Keep only the input, and run the layer once more before its backward.
+        leaves_wgrads: Leave the weight gradients of the first stage, where backward ends, to `finish_weight_grads`.
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class LayerPlan:
         name: str,
         settings: PlanSettings,
         is_recomputed: bool = False,
+        leaves_wgrads: bool = False,
     ) -> None:
-        self.call, self.name, self.settings = call, name, settings
+        self.call, self.name, self.settings, self.leaves_wgrads = call, name, settings, leaves_wgrads
         self.stages = EXCHANGE_STAGES if layer.has_exchange else DENSE_STAGES
         self.recomputed: tuple[Stage, ...] = ()
         if is_recomputed:
@@ -149,7 +151,17 @@ class LayerPlan:
 
     def weight_grads(self, stage: Stage) -> None:
         """Compute the delayed weight gradients of one stage."""
-        self.settings.counters["wgrads deferred"] += self._nodes[stage].weight_grads()
+        if not (self.leaves_wgrads and stage is Stage.PRE_DISPATCH):
+            self._weight_grads(stage)
+
+    def finish_weight_grads(self) -> int:
+        """Compute those that were left; returns the number of products."""
+        return self._weight_grads(Stage.PRE_DISPATCH)
+
+    def _weight_grads(self, stage: Stage) -> int:
+        num_products = self._nodes[stage].weight_grads()
+        self.settings.counters["wgrads deferred"] += num_products
+        return num_products
 
     def close(self) -> None:
         """Drop the metadata of the microbatch: both streams have been given their last use of it.

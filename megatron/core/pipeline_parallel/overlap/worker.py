@@ -26,6 +26,9 @@ class OverlapWorker:
             releases_attention_early=config.ep_overlap_early_attn_memory_release,
             draws=getattr(config, "draws_in_forward", True),
         )
+        self._leaves_wgrads = context.shape.delays_wgrad and context.shape.pp_size > 1
+        self._unfinished: dict[tuple[int, int], ChunkPlan] = {}
+        """Behind their backward, ahead of their W."""
         self._plans: dict[tuple[int, int], tuple[ChunkPlan, torch.Tensor | None]] = {}
 
     def streams(self) -> AbstractContextManager[None]:
@@ -53,6 +56,12 @@ class OverlapWorker:
         assert output is not None, f"{action} returned nothing"
         return output, input_grad
 
+    def weight_grads(self, action: Action) -> None:
+        """Compute the weight gradients of the first layer of a chunk; the gradient of its input is on its way."""
+        num_products = self._unfinished.pop((action.chunk, action.microbatch)).finish_weight_grads()
+        if not self.context.is_first(action.chunk):
+            self.settings.counters["wgrads behind a send"] += num_products
+
     def _run(
         self,
         forward: Action | None,
@@ -67,6 +76,8 @@ class OverlapWorker:
             old, loss = self._plans.pop((backward.chunk, backward.microbatch))
             grad = output_gradient(self.context, loss, grad)
         output, input_grad = run_pair(new, old, received, grad)
+        if backward is not None and old is not None and self._leaves_wgrads:
+            self._unfinished[backward.chunk, backward.microbatch] = old
         if forward is not None and new is not None:
             loss = output if self.context.is_last(forward.chunk) else None
             self._plans[forward.chunk, forward.microbatch] = new, loss
@@ -84,11 +95,13 @@ class OverlapWorker:
             lambda output: microbatch_loss(self.context, output, loss_func) if is_last else output,
             f"{action.chunk}.{action.microbatch}",
             self.settings,
+            leaves_wgrads=self._leaves_wgrads,
         )
 
     def finish(self) -> None:
         """Check that nothing is left, and report what happened."""
         assert not self._plans, f"forward without backward for (chunk, microbatch) {sorted(self._plans)}"
+        assert not self._unfinished, f"backward without W for (chunk, microbatch) {sorted(self._unfinished)}"
         count = self.context.config.count_func
         if count is not None:
             count(self.settings.counters)

@@ -5,9 +5,20 @@
 
 With the forward more, the forward and the backward of a pair belong to different microbatches or chunks on every rank:
 neither needs what the other makes.
+
+Where weight gradients are delayed, each backward of a pipeline leaves those of its chunk's first layer to a W behind
+it. The messages of the backward stand in between, so that the W hides them.
 """
 
-from megatron.core.pipeline_parallel.actions import Action, PlanShape, backward, forward, overlap
+from megatron.core.pipeline_parallel.actions import (
+    Action,
+    ActionKind,
+    PlanShape,
+    backward,
+    forward,
+    overlap,
+    weight_grads,
+)
 from megatron.core.pipeline_parallel.plans.interleaved import interleaved_order, warmup_forwards
 
 
@@ -29,7 +40,13 @@ def combined_interleaved(shape: PlanShape) -> list[Action]:
     forwards, backwards = interleaved_order(shape)
     warmup = min(warmup_forwards(shape) + 1, len(forwards))
     pairs = [overlap(first, second) for first, second in zip(forwards[warmup:], backwards, strict=False)]
-    return [*forwards[:warmup], *pairs, *backwards[len(pairs) :]]
+    work = [*forwards[:warmup], *pairs, *backwards[len(pairs) :]]
+    return [part for action in work for part in _with_weight_grads(action)] if shape.delays_wgrad else work
+
+
+def _with_weight_grads(action: Action) -> list[Action]:
+    last = action.parts[-1]
+    return [action, weight_grads(last.chunk, last.microbatch)] if last.kind is ActionKind.BACKWARD else [action]
 
 
 def interleaved_peak(shape: PlanShape) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.actions import Action, ActionKind
-from megatron.core.pipeline_parallel.executor import execute
+from megatron.core.pipeline_parallel.executor import PlainWorker, execute
 from megatron.core.pipeline_parallel.step import StepContext
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -80,6 +80,25 @@ def test_configured_no_sync_replaces_the_chunks_own():
     execute([Action(kind, 0, i) for i in range(2) for kind in (F, B)], context)
     assert "".join(journal) == "FBFB"
     assert len(entered) == 2
+
+
+class WritingWorker(PlainWorker):
+    """A plain worker whose weight gradients come with their W."""
+
+    def weight_grads(self, action):
+        self.context.chunks[action.chunk].journal.append("W")
+
+
+def test_weight_gradients_synchronise_with_their_microbatch():
+    context, journal = make_context()
+    plan = [Action(kind, 0, i) for i in range(2) for kind in (F, B, ActionKind.WGRAD)]
+    execute(plan, context, WritingWorker(context))
+    assert "".join(journal) == "|F|B|WFBW"
+
+
+def test_whole_chunks_put_no_weight_gradient_off():
+    with pytest.raises(AssertionError, match=r"W0.0: weight gradients that come later need chunks in stages"):
+        execute([Action(F, 0, 0), Action(B, 0, 0), Action(ActionKind.WGRAD, 0, 0)], make_context()[0])
 
 
 @pytest.mark.parametrize(

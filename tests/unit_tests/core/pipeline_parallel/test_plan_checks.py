@@ -100,11 +100,20 @@ def test_weight_gradients_come_once_and_after_their_backward():
     wgrad = [Action(ActionKind.WGRAD, 0, i) for i in range(2)]
     plan = [forward(0, 0), overlap(forward(0, 1), backward(0, 0)), wgrad[0], backward(0, 1), wgrad[1]]
     assert check_plans([plan], shape, [2]) == [2]
-    assert [span.end for span in make_timeline([plan], shape)[0]] == [1, 3, 4, 5, 6]
+    assert [span.end for span in make_timeline([plan], shape)[0]] == [1, 4, 4, 6, 6]
     with pytest.raises(PlanError, match=r"W0.1 runs 0 times"):
         check_plans([plan[:-1]], shape)
     with pytest.raises(PlanError, match=r"W0.1 comes before B0.1"):
         check_plans([[*plan[:-2], wgrad[1], backward(0, 1)]], shape)
+
+
+def test_weight_gradients_that_run_before_their_message_hide_nothing():
+    shape = PlanShape(2, num_chunks=2, pp_size=2, delays_wgrad=True)
+    plans = [list(plan) for plan in build_plans("interleaved_overlap", shape)]
+    check_plans(plans, shape)
+    swap(plans[0], "send(B1.0,1)", "W1.0")
+    with pytest.raises(PlanError, match=r"rank 0: W1.0 comes before the gradient is sent"):
+        check_plans(plans, shape)
 
 
 def test_messages_of_a_pair_follow_the_pair():

@@ -11,6 +11,9 @@ PIPELINE = (
     *("--pipeline-model-parallel-size", "2", "--num-layers", "4", "--moe-layer-freq", "[0,1,1,1]"),
     *("--expert-model-parallel-size", "1", "--global-batch-size", "4"),
 )
+EP2 = ("--expert-model-parallel-size", "2")
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 FP8 = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
 SHARED = ("--moe-shared-expert-intermediate-size", "8")
+PIPELINE_OVERLAP = (*DELAYED, *PIPELINE, *EP2, *CHUNKS)
+"""On four ranks."""

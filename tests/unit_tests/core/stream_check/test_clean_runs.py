@@ -8,11 +8,13 @@ from tests.common.stream_runs import TINY_MOE, checked_run
 from tests.unit_tests.core.stream_check.cases import (
     CHUNKS,
     DELAYED,
+    EP2,
     FP8,
     HYBRIDEP,
     ONE_EXPERT,
     OVERLAP,
     PIPELINE,
+    PIPELINE_OVERLAP,
     SHARED,
     ZERO,
 )
@@ -46,7 +48,6 @@ def test_run_is_silent(pool, flags):
 
 
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1")
-EP2 = ("--expert-model-parallel-size", "2")
 SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules")
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 LAYOUTS = {
@@ -62,7 +63,7 @@ LAYOUTS = {
     "interleaved": ((*TINY_MOE, *PIPELINE, *CHUNKS), 2),
     "interleaved, messages at once": ((*TINY_MOE, *PIPELINE, *CHUNKS, "--no-overlap-p2p-communication"), 2),
     "interleaved, expert parallel, ZeRO": ((*TINY_MOE, *PIPELINE, *EP2, *CHUNKS, *ZERO), 4),
-    "pipeline with overlap": ((*DELAYED, *PIPELINE, *EP2, *CHUNKS), 4),
+    "pipeline with overlap": (PIPELINE_OVERLAP, 4),
 }
 
 

@@ -3,7 +3,17 @@
 import pytest
 
 from tests.common.stream_runs import TINY_MOE, checked_run
-from tests.unit_tests.core.stream_check.cases import DELAYED, FP8, HYBRIDEP, ONE_EXPERT, OVERLAP, PIPELINE, SHARED, ZERO
+from tests.unit_tests.core.stream_check.cases import (
+    DELAYED,
+    FP8,
+    HYBRIDEP,
+    ONE_EXPERT,
+    OVERLAP,
+    PIPELINE,
+    PIPELINE_OVERLAP,
+    SHARED,
+    ZERO,
+)
 
 FAULTS = {
     "f1_wgrad_on_ambient_stream": (
@@ -113,6 +123,12 @@ def test_fault_is_reported(pool, mutant):
 )
 def test_race_is_reported(pool, mutant):
     expect_report(pool, mutant, *RACES[mutant])
+
+
+@pytest.mark.full
+def test_last_weight_gradients_of_a_pipeline_are_missed(pool):
+    report = checked_run(pool, PIPELINE_OVERLAP, 4, "last_weight_gradients_left_out")
+    assert "backward without W for (chunk, microbatch) [(0, 0), (0, 1)," in report
 
 
 @pytest.mark.parametrize(

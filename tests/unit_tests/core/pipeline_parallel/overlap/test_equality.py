@@ -92,6 +92,7 @@ def check_cell(pool, cell, steps):
     assert on.counters["pairs overlapped"] == num_pairs * steps
     assert on.counters["stages on the comm stream"] == 4 * num_microbatches * num_layers * steps
     assert (on.counters["wgrads deferred"] > 0) == ("delayed" in cell[2])
+    assert (on.counters["wgrads behind a send"] > 0) == ("delayed" in cell[2] and cell[-1] != "PP1")
 
 
 @pytest.mark.parametrize("cell", PAIRWISE, ids="-".join)

@@ -28,10 +28,19 @@ def test_interleaved_pipeline_warms_up_one_forward_longer():
     assert text("interleaved_overlap", pp_rank=1, **sizes).startswith("F0.0 F0.1 F1.0 F1.1|B1.0 F0.2|B1.1")
 
 
+def test_delayed_weight_gradients_follow_the_messages_of_their_pair():
+    shape = PlanShape(2, num_chunks=2, pp_size=2, pp_rank=1, delays_wgrad=True)
+    plan = " ".join(map(str, build_plan("interleaved_overlap", shape)))
+    assert "F1.1|B1.0 send(B1.0,0) W1.0" in plan
+    assert plan.endswith("B0.1 send(B0.1,0) W0.1")
+    assert "W" not in text("no_pipelining_overlap", num_microbatches=2, delays_wgrad=True)
+
+
+@pytest.mark.parametrize("delays_wgrad", [False, True])
 @pytest.mark.parametrize(("pp", "vpp"), list(product((2, 3, 4), (2, 3))))
-def test_all_sizes_run_and_no_pair_is_of_one_microbatch_and_chunk(pp, vpp):
+def test_all_sizes_run_and_no_pair_is_of_one_microbatch_and_chunk(pp, vpp, delays_wgrad):
     for groups in (1, 2, 3):
-        shape = PlanShape(groups * pp, num_chunks=vpp, pp_size=pp)
+        shape = PlanShape(groups * pp, num_chunks=vpp, pp_size=pp, delays_wgrad=delays_wgrad)
         check_schedule("interleaved_overlap", shape)
         pairs = [a for plan in build_plans("interleaved_overlap", shape) for a in plan if a.kind is ActionKind.OVERLAP]
         assert all((pair.chunk, pair.microbatch) != (pair.backward.chunk, pair.backward.microbatch) for pair in pairs)
