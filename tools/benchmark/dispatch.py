@@ -4,11 +4,14 @@
     python tools/benchmark/dispatch.py --sweep         one GPU: tilings of each kernel
     python tools/benchmark/dispatch.py --gpus 2        a process per GPU: ours, and NCCL all-to-all with permute
 
-On one GPU nothing crosses a link: a kernel's figure is its bandwidth, bytes read and written, beside that of a plain
-copy in the same run. On several GPUs a figure is the time of the whole operation. Everything is captured in a graph and
-timed by replay, so the host does not count; variants alternate, medians are reported. `new` computes the routing,
-`reused` runs along the saved one, as a backward pass does. Writes dispatch-<gpus>gpu.json into
+On one GPU nothing crosses a link: a kernel's figure is its bandwidth, bytes of rows read and written, beside that of a
+plain copy of as many bytes in the same run. On several GPUs a figure is the time of the whole operation. Everything is
+captured in a graph and timed by replay, so the host does not count; variants alternate, medians are reported. `new`
+computes the routing, `reused` runs along the saved one, as a backward pass does. Writes dispatch-<gpus>gpu.json into
 docs/evidence/benchmarks or --folder.
+
+The copy is the faster of two, the driver's and that of a kernel. It moves half of the bytes from one buffer to another,
+so that launch, start and end weigh as much, and the caches keep as much from call to call.
 """
 
 from __future__ import annotations
@@ -27,15 +30,17 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.core.fusions.fused_permute import SPREAD, SUM, Tile, kernel_spread, kernel_sum
+from megatron.core.fusions.fused_row_layout import row_layout
 from megatron.core.transformer.moe.dispatchers.hybridep.engine import EngineSetup
 from megatron.core.transformer.moe.dispatchers.hybridep.metadata import Exchange
-from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem import SymmMemEngine
+from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem import PACKED_BLOCK, SymmMemEngine
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_group import LocalSymmetricGroup
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_launch import Launch, Tiling
 from tools.benchmark.result import ROOT, write_result
 
 CALLS_PER_GRAPH, WARM_UPS, REPEATS = 4, 2, 11
-COPY_BYTES = 1 << 30
+COPY_BYTES = (1 << 26, 1 << 28, 1 << 30)
 BUDGET_FACTOR = 1.3
 DISPATCH, COMBINE = "dispatch", "combine"
 
@@ -57,11 +62,31 @@ class Shape:
 
 SHAPES = (Shape(4096, 4096, 8, 2), Shape(4096, 7168, 256, 8), Shape(16384, 2048, 128, 8))
 ROUTINGS = ("uniform", "skewed")
-CANDIDATES = {
-    "push": [Tiling(b, c, w, t) for b in (32, 64, 132) for c, w, t in ((2048, 8, 4), (1024, 8, 8), (2048, 16, 8))],
-    "expand": [Tiling(b, c, w) for b in (528, 1056, 2112) for c, w in ((1024, 4), (2048, 4), (2048, 8), (8192, 8))],
-    "reduce": [Tiling(b, c, w) for b in (264, 528, 1056) for c, w in ((512, 2), (1024, 4), (2048, 4), (2048, 8))],
-    "add": [Tiling(b, c, w) for b in (528, 1056, 2112) for c, w in ((1024, 4), (2048, 4), (2048, 8), (8192, 8))],
+ENGINE_CANDIDATES = {
+    "push": [Tiling(b, 2048, 16, 8) for b in (64, 132)],
+    "push fp8": [Tiling(b, c, w, t) for b in (64, 132) for c, w, t in ((2048, 16, 8), (1024, 8, 8), (2048, 8, 4))],
+    "expand": [
+        Tiling(b, c, w, is_streaming=s)
+        for s in (False, True)
+        for b, c, w in ((1056, 2048, 8), (2112, 2048, 8), (8448, 2048, 8), (2112, 4096, 8))
+    ],
+    "expand fp8": [Tiling(b, c, w) for b in (1056, 2112, 8448) for c, w in ((2048, 4), (2048, 8), (4096, 8))],
+    "reduce": [
+        Tiling(b, c, w, is_streaming=s)
+        for s in (False, True)
+        for b, c, w in ((528, 2048, 8), (1056, 2048, 4), (1056, 2048, 8), (1056, 1024, 4), (2112, 1024, 4))
+    ],
+    "add": [
+        Tiling(b, c, w, is_streaming=s)
+        for s in (False, True)
+        for b, c, w in ((1056, 2048, 8), (2112, 2048, 8), (8448, 2048, 8))
+    ],
+}
+LAYOUT_CANDIDATES = {
+    "permute": [
+        Tile(c, w, s) for s in (False, True) for c, w in ((1024, 4), (2048, 8), (4096, 4), (4096, 16), (8192, 8))
+    ],
+    "unpermute": [Tile(c, w, s) for s in (False, True) for c, w in ((512, 2), (1024, 4), (2048, 8), (2048, 4))],
 }
 
 
@@ -126,61 +151,129 @@ class LocalPair:
         engine, exchange = self.engine, self.exchange
         return {
             "push": lambda: engine.push(exchange, self.hidden, self.probs),
+            "push fp8": lambda: engine.push(exchange, self.hidden, self.probs, is_packed=True),
             "expand": lambda: engine.expand(exchange, self.hidden, None),
+            "expand fp8": lambda: engine.expand(exchange, self.hidden, None, is_packed=True),
             "reduce": lambda: engine.reduce(exchange, self.rows, self.row_probs),
             "add": lambda: engine.add(exchange, self.out, None),
         }
 
-    def row_moves(self) -> dict[str, int]:
-        """Rows that each kernel must read and write; slots and probabilities are not counted."""
-        local = self.engine.setup.num_local_experts
+    def moved_bytes(self) -> dict[str, int]:
+        """Bytes of rows that each kernel must read and write; slots and probabilities are not counted."""
+        local, width = self.engine.setup.num_local_experts, self.engine.setup.hidden_size
         here = [int((ids < local).any(dim=1).sum()) for ids in self.routes]
         there = int((self.routes[0] >= local).any(dim=1).sum())
         tokens, rows = len(self.hidden), len(self.rows)
+        row_bytes = self.hidden.element_size() * width
+        packed_bytes = width + 4 * -(-width // PACKED_BLOCK)
         return {
-            "push": tokens + there,
-            "expand": sum(here) + rows,
-            "reduce": rows + sum(here),
-            "add": here[0] + there + tokens,
+            "push": (tokens + there) * row_bytes,
+            "push fp8": tokens * row_bytes + there * packed_bytes,
+            "expand": (sum(here) + rows) * row_bytes,
+            "expand fp8": (here[0] + rows) * row_bytes + here[1] * packed_bytes,
+            "reduce": (rows + sum(here)) * row_bytes,
+            "add": (here[0] + there + tokens) * row_bytes,
+        }
+
+    def sweep(self, name: str, tiling: Tiling) -> Callable[[], Any]:
+        """One of the kernels under another tiling."""
+        launch, call = dataclasses.replace(Launch(), **{name.split()[0]: tiling}), self.calls()[name]
+
+        def launched() -> None:
+            self.engine._launch = launch
+            call()
+
+        return launched
+
+
+class LocalRows:
+    """The kernels of a row layout on one rank, which dispatchers without symmetric memory use."""
+
+    def __init__(self, shape: Shape, routing: str) -> None:
+        ids, _ = route(shape, routing, 0)
+        self.layout = row_layout(ids, shape.experts, shape.tokens * shape.topk)
+        self.tokens = torch.randn(shape.tokens, shape.width, device="cuda").bfloat16()
+        self.rows, _ = kernel_spread(self.tokens, None, self.layout)
+
+    def calls(self) -> dict[str, Callable[[], Any]]:
+        """Each kernel that moves rows."""
+        return {"permute": self.sweep("permute", SPREAD), "unpermute": self.sweep("unpermute", SUM)}
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Bytes of rows that each kernel must read and write."""
+        return dict.fromkeys(LAYOUT_CANDIDATES, self.tokens.nbytes + self.rows.nbytes)
+
+    def sweep(self, name: str, tile: Tile) -> Callable[[], Any]:
+        """One of the kernels under another tile."""
+        if name == "permute":
+            return lambda: kernel_spread(self.tokens, None, self.layout, tile)
+        return lambda: kernel_sum(self.rows, None, self.layout.slots, self.tokens.dtype, tile)
+
+
+class Copies:
+    """Copies of as many bytes as asked for."""
+
+    def __init__(self) -> None:
+        self.source, self.target = (torch.zeros(max(COPY_BYTES), dtype=torch.uint8, device="cuda") for _ in range(2))
+
+    def calls(self, num_bytes: int) -> dict[str, Callable[[], Any]]:
+        """The driver's copy and that of a kernel, of half of the bytes read and written in all."""
+        half = min(num_bytes // 2, max(COPY_BYTES)) // 16 * 16
+        source, target = self.source[:half], self.target[:half]
+        words, out = source.view(torch.int32), target.view(torch.int32)
+        return {
+            f"driver's copy of {num_bytes}": lambda: target.copy_(source),
+            f"kernel's copy of {num_bytes}": lambda: torch.bitwise_not(words, out=out),
         }
 
 
-def copy_bandwidth() -> float:
-    """GB/s, read and written, of a copy beyond the caches, by the driver or by a kernel, whichever is faster."""
-    source = torch.zeros(COPY_BYTES // 4, device="cuda")
-    target = torch.empty_like(source)
-    times = time_in_turn({"driver": lambda: target.copy_(source), "kernel": lambda: torch.neg(source, out=target)})
-    return 2 * COPY_BYTES / min(map(statistics.median, times.values())) / 1000
+def copy_bandwidths(copies: Copies) -> dict[str, float]:
+    """GB/s, read and written, of copies of some sizes."""
+    found = {}
+    for size in COPY_BYTES:
+        times = time_in_turn(copies.calls(2 * size))
+        found[f"{size >> 20} MiB"] = 2 * size / min(map(statistics.median, times.values())) / 1000
+    return found
 
 
-def measure_kernels(shape: Shape, routing: str, num_sms: int | None) -> dict[str, Any]:
-    """Bandwidth of every kernel, and of the two that prepare the routing their time."""
-    pair = LocalPair(shape, routing, Launch.of(num_sms))
-    calls = pair.calls()
+def judge(times: dict[str, list], moved: dict[str, int]) -> dict[str, Any]:
+    """Time and bandwidth of each kernel, and its share of the bandwidth of a copy of as many bytes."""
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    found = {}
+    for name, num_bytes in moved.items():
+        copy_us = min(us for other, us in medians.items() if other.endswith(f"copy of {num_bytes}"))
+        found[name] = {
+            "us": medians[name],
+            "gb_per_s": num_bytes / medians[name] / 1000,
+            "copy_us": copy_us,
+            "share_of_copy": copy_us / medians[name],
+            "times_us": times[name],
+        }
+    return found
+
+
+def measure_kernels(shape: Shape, routing: str, num_sms: int | None, copies: Copies) -> dict[str, Any]:
+    """Bandwidth of every kernel, and of those that prepare the routing their time."""
+    pair, rows = LocalPair(shape, routing, Launch.of(num_sms)), LocalRows(shape, routing)
+    moved = pair.moved_bytes() | rows.moved_bytes()
+    calls = pair.calls() | rows.calls()
     calls["prepare"] = lambda: pair.engine.prepare(Exchange(expert_ids=pair.exchange.expert_ids))
-    row_bytes = pair.hidden.element_size() * shape.width
-    moves, found = pair.row_moves(), {}
-    for name, times in time_in_turn(calls).items():
-        median = statistics.median(times)
-        found[name] = {"us": median, "times_us": times}
-        if name in moves:
-            found[name]["gb_per_s"] = moves[name] * row_bytes / median / 1000
-    return found
+    for num_bytes in moved.values():
+        calls |= copies.calls(num_bytes)
+    times = time_in_turn(calls)
+    return judge(times, moved) | {"prepare": {"us": statistics.median(times["prepare"]), "times_us": times["prepare"]}}
 
 
-def sweep_kernels(shape: Shape) -> dict[str, Any]:
-    """Bandwidth of every kernel under every tiling."""
+def sweep_kernels(shape: Shape, copies: Copies) -> dict[str, Any]:
+    """Bandwidth of every kernel under every tiling, without the raw times."""
     found: dict[str, Any] = {}
-    for name, tilings in CANDIDATES.items():
-        for tiling in tilings:
-            pair = LocalPair(shape, ROUTINGS[0], dataclasses.replace(Launch(), **{name: tiling}))
-            median = statistics.median(time_in_turn({name: pair.calls()[name]})[name])
-            bandwidth = pair.row_moves()[name] * pair.hidden.element_size() * shape.width / median / 1000
-            found[f"{name} {tiling.blocks} blocks, {tiling.columns} columns, {tiling.warps} warps, {tiling.tokens}"] = {
-                "us": median,
-                "gb_per_s": bandwidth,
-            }
-    return found
+    pair, rows = LocalPair(shape, ROUTINGS[0], Launch()), LocalRows(shape, ROUTINGS[0])
+    for source, candidates in ((pair, ENGINE_CANDIDATES), (rows, LAYOUT_CANDIDATES)):
+        for name, options in candidates.items():
+            num_bytes = source.moved_bytes()[name]
+            calls = {f"{name} {option}": source.sweep(name, option) for option in options}
+            found |= judge(time_in_turn(calls | copies.calls(num_bytes)), dict.fromkeys(calls, num_bytes))
+    return {name: {key: figures[key] for key in figures if key != "times_us"} for name, figures in found.items()}
 
 
 # ------------------------------------------------------------------------------------------------------ several GPUs
@@ -264,43 +357,45 @@ def run_rank(rank: int, ranks: int, port: int, num_sms: int | None, folder: Path
     torch.cuda.set_device(rank)
     place = {"rank": rank, "world_size": ranks, "device_id": torch.device("cuda", rank)}
     dist.init_process_group("nccl", f"tcp://127.0.0.1:{port}", **place)
-    results: dict[str, Any] = {"copy_gb_per_s": copy_bandwidth()}
+    results: dict[str, Any] = {"copy_gb_per_s": copy_bandwidths(Copies())}
     for shape in SHAPES:
         for routing in ROUTINGS:
             found = measure_ranks(shape, routing, num_sms)
             results[f"{shape.name} {routing}"] = found
             if rank == 0:
-                report(f"{shape.name} {routing}", found, None)
+                report(f"{shape.name} {routing}", found)
     if rank == 0:
         write_result(folder / f"dispatch-{ranks}gpu{suffix(num_sms)}.json", results)
     dist.destroy_process_group()
 
 
-def report(title: str, found: dict[str, Any], copy: float | None) -> None:
+def report(title: str, found: dict[str, Any]) -> None:
     """Print the figures of one shape."""
     for name, figures in found.items():
         if not isinstance(figures, dict):
             print(f"{title:24s} {name}: {figures}", flush=True)
             continue
-        bandwidth = figures.get("gb_per_s")
-        share = f" {bandwidth:6.0f} GB/s = {bandwidth / copy:4.0%} of a copy" if bandwidth and copy else ""
+        share = ""
+        if "share_of_copy" in figures:
+            share = f" {figures['gb_per_s']:6.0f} GB/s = {figures['share_of_copy']:4.0%} of a copy"
         print(f"{title:24s} {figures['us']:8.1f} us{share}  {name}", flush=True)
 
 
 def run_one_gpu(is_sweep: bool, num_sms: int | None, folder: Path) -> None:
     """Kernels by themselves."""
-    copy = copy_bandwidth()
-    print(f"copy: {copy:.0f} GB/s", flush=True)
-    results: dict[str, Any] = {"copy_gb_per_s": copy}
+    copies = Copies()
+    results: dict[str, Any] = {"copy_gb_per_s": copy_bandwidths(copies)}
+    print(f"copies, GB/s: {results['copy_gb_per_s']}", flush=True)
+    path = folder / f"dispatch-{'sweep' if is_sweep else '1gpu'}{suffix(num_sms)}.json"
     for shape in SHAPES:
         if is_sweep:
-            found = results[shape.name] = sweep_kernels(shape)
-            report(shape.name, dict(sorted(found.items(), key=lambda item: item[1]["us"])), copy)
-            continue
-        for routing in ROUTINGS:
-            found = results[f"{shape.name} {routing}"] = measure_kernels(shape, routing, num_sms)
-            report(f"{shape.name} {routing}", found, copy)
-    write_result(folder / f"dispatch-{'sweep' if is_sweep else '1gpu'}{suffix(num_sms)}.json", results)
+            found = results[shape.name] = sweep_kernels(shape, copies)
+            report(shape.name, dict(sorted(found.items(), key=lambda item: item[1]["us"])))
+        else:
+            for routing in ROUTINGS:
+                found = results[f"{shape.name} {routing}"] = measure_kernels(shape, routing, num_sms, copies)
+                report(f"{shape.name} {routing}", found)
+        write_result(path, results)
 
 
 def suffix(num_sms: int | None) -> str:

@@ -15,6 +15,7 @@ Legend: C tokens, K slots of a token, h width, P rows.
 """
 
 # ruff: noqa: ANN001, ANN202 (a compiled kernel takes no annotations but tl.constexpr)
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +26,23 @@ from megatron.core.fusions.triton_casts import is_interpreted, narrow
 from megatron.core.optional_deps import tl, triton_jit
 from megatron.core.utils.upcast import wide_dtype
 
-GATHER_TILE, SPREAD_TILE, SUM_TILE = 1024, 4096, 1024
-"""Elements of a row that one program of each kernel handles; the fastest of those tried on an H200."""
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program of a kernel handles."""
+
+    columns: int
+    """Elements of a row, at most."""
+
+    num_warps: int = 4
+    """Of 32 threads each."""
+
+    is_streaming: bool = False
+    """Rows are not kept in the caches."""
+
+
+GATHER, SPREAD, SUM = Tile(1024, num_warps=2), Tile(4096), Tile(1024)
+"""The fastest of those tried on an H200."""
 
 
 def permute_rows(
@@ -138,15 +154,16 @@ def kernel_gather(
     rows = tokens.new_empty(num_rows, width)
     row_probs = None if probs is None else probs.new_empty(num_rows)
     if num_rows:
-        columns, num_parts = _parts(width, GATHER_TILE)
+        columns, num_parts = _parts(width, GATHER.columns)
         shape = (width, tokens.stride(0), num_slots)
         streams.declare("gather rows", (tokens, probs, pairs), (rows, row_probs))
-        _gather_kernel[(num_rows, num_parts)](tokens, probs, pairs, rows, row_probs, *shape, columns, num_warps=2)
+        grid = (num_rows, num_parts)
+        _gather_kernel[grid](tokens, probs, pairs, rows, row_probs, *shape, columns, num_warps=GATHER.num_warps)
     return rows, row_probs
 
 
 def kernel_spread(
-    tokens: torch.Tensor, probs: torch.Tensor | None, layout: RowLayout
+    tokens: torch.Tensor, probs: torch.Tensor | None, layout: RowLayout, tile: Tile = SPREAD
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The kernel behind `spread_rows`: tokens [C, h], probs [C, K] or None -> [P, h], [P] or None."""
     tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
@@ -154,19 +171,20 @@ def kernel_spread(
     (num_tokens, num_slots), (num_rows,), width = layout.slots.shape, layout.pairs.shape, tokens.shape[1]
     rows = tokens.new_empty(num_rows, width)
     row_probs = None if probs is None else probs.new_empty(num_rows)
-    columns, num_parts = _parts(width, SPREAD_TILE)
+    columns, num_parts = _parts(width, tile.columns)
     if layout.has_padding and num_rows:
         streams.declare("clear padding", (layout.pairs,), (rows, row_probs))
         _clear_kernel[(num_rows, num_parts)](layout.pairs, rows, row_probs, width, columns)
     if num_tokens:
         shape = (width, tokens.stride(0), num_slots, columns)
         streams.declare("spread rows", (tokens, probs, layout.slots), (rows, row_probs))
-        _spread_kernel[(num_tokens, num_parts)](tokens, probs, layout.slots, rows, row_probs, *shape)
+        launch = {"streaming": tile.is_streaming, "num_warps": tile.num_warps}
+        _spread_kernel[(num_tokens, num_parts)](tokens, probs, layout.slots, rows, row_probs, *shape, **launch)
     return rows, row_probs
 
 
 def kernel_sum(
-    rows: torch.Tensor, row_probs: torch.Tensor | None, slots: torch.Tensor, dtype: torch.dtype
+    rows: torch.Tensor, row_probs: torch.Tensor | None, slots: torch.Tensor, dtype: torch.dtype, tile: Tile = SUM
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The kernel behind `sum_rows`: rows [P, h], row probs [P] or None, slots [C, K] -> [C, h], [C, K] or None."""
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
@@ -175,11 +193,12 @@ def kernel_sum(
     tokens = rows.new_empty(num_tokens, width, dtype=dtype)
     probs = None if row_probs is None else row_probs.new_empty(num_tokens, num_slots)
     if num_tokens:
-        columns, num_parts = _parts(width, SUM_TILE)
+        columns, num_parts = _parts(width, tile.columns)
         modes = {"is_double": torch.float64 in (rows.dtype, dtype), "interpreted": is_interpreted()}
+        modes |= {"columns": columns, "streaming": tile.is_streaming, "num_warps": tile.num_warps}
         shape = (width, rows.stride(0), num_slots)
         streams.declare("sum rows", (rows, row_probs, slots), (tokens, probs))
-        _sum_kernel[(num_tokens, num_parts)](rows, row_probs, slots, tokens, probs, *shape, **modes, columns=columns)
+        _sum_kernel[(num_tokens, num_parts)](rows, row_probs, slots, tokens, probs, *shape, **modes)
     return tokens, probs
 
 
@@ -226,14 +245,17 @@ def _spread_kernel(
     stride,
     num_slots: tl.constexpr,
     columns: tl.constexpr,
+    streaming: tl.constexpr,
 ):
     """A part of one token [C, h] to all its rows [P, h]; the first part also copies probs [C, K] -> [P]."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
-    values = tl.load(tokens + token * stride + column, mask=column < width, other=0.0)
+    loads: tl.constexpr = "evict_first" if streaming else ""
+    stores: tl.constexpr = ".cs" if streaming else ""
+    values = tl.load(tokens + token * stride + column, mask=column < width, other=0.0, eviction_policy=loads)
     for slot in tl.static_range(num_slots):
         row = tl.load(slots + token * num_slots + slot).to(tl.int64)
-        tl.store(rows + row * width + column, values, mask=(row >= 0) & (column < width))
+        tl.store(rows + row * width + column, values, mask=(row >= 0) & (column < width), cache_modifier=stores)
         if probs is not None:
             is_first = tl.program_id(1) == 0
             prob = tl.load(probs + token * num_slots + slot, mask=is_first, other=0.0)
@@ -270,18 +292,23 @@ def _sum_kernel(
     is_double: tl.constexpr,
     interpreted: tl.constexpr,
     columns: tl.constexpr,
+    streaming: tl.constexpr,
 ):
     """A part of one token [C, h] from its rows [P, h]; the first part also copies row probs [P] -> [C, K]."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
+    loads: tl.constexpr = "evict_first" if streaming else ""
+    stores: tl.constexpr = ".cs" if streaming else ""
     total = tl.zeros([columns], dtype=tl.float64 if is_double else tl.float32)
     for slot in range(num_slots):
         place = token * num_slots + slot
         row = tl.load(slots + place).to(tl.int64)
-        values = tl.load(rows + row * stride + column, mask=(row >= 0) & (column < width), other=0.0)
+        is_read = (row >= 0) & (column < width)
+        values = tl.load(rows + row * stride + column, mask=is_read, other=0.0, eviction_policy=loads)
         total += values.to(total.dtype)
         if probs is not None:
             is_first = tl.program_id(1) == 0
             prob = tl.load(row_probs + row, mask=(row >= 0) & is_first, other=0.0)
             tl.store(probs + place, prob, mask=is_first)
-    tl.store(tokens + token * width + column, narrow(total, tokens.dtype.element_ty, interpreted), mask=column < width)
+    narrowed = narrow(total, tokens.dtype.element_ty, interpreted)
+    tl.store(tokens + token * width + column, narrowed, mask=column < width, cache_modifier=stores)

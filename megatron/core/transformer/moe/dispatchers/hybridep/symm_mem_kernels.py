@@ -11,6 +11,8 @@ which does both for the rows that a rank sends to itself.
 
     packed section   codes e4m3 uint8 [W, C, h] | scales fp32 [W, C, h / 128]
 
+Rows are read and written once; with STREAMING the caches are told so.
+
 A kernel that writes to peers ends with `publish`; none waits. All loop over their items with a fixed number of blocks,
 which is a knob, as these run beside matrix products that want the other multiprocessors. Offsets of rows have 64 bits.
 
@@ -116,7 +118,8 @@ def push_kernel(
         for column in range(0, WIDTH, BLOCK):
             columns = column + tl.arange(0, BLOCK)
             is_element = is_token[:, None] & (columns < WIDTH)[None, :]
-            row = tl.load(hidden + tokens.to(tl.int64)[:, None] * WIDTH + columns[None, :], mask=is_element, other=0.0)
+            from_element = tokens.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+            row = tl.load(hidden + from_element, mask=is_element, other=0.0)
             if PACKED:
                 blocks = tl.reshape(row.to(tl.float32), [TILE * BLOCK // 128, 128])
                 codes, scales = pack_blocks(blocks, INTERPRETED)
@@ -167,12 +170,15 @@ def expand_kernel(
     BLOCK: tl.constexpr,
     WITH_ROUTING: tl.constexpr,
     PACKED: tl.constexpr,
+    STREAMING: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Copy each token into its rows; with routing, find out first which these are, and keep that. Grid: [blocks]."""
     parity, buffer = _incoming(epoch, buffer_bytes)
     dtype: tl.constexpr = hidden.dtype.element_ty
     NUM_SCALES: tl.constexpr = (WIDTH + 127) // 128
+    LOADS: tl.constexpr = "evict_first" if STREAMING else ""
+    STORES: tl.constexpr = ".cs" if STREAMING else ""
     slots = tl.arange(0, SLOTS_PAD)
     received = _at(data, rank, buffer + rows_at, tl.uint8 if PACKED else dtype)
     received_scales = _at(data, rank, buffer + _scales_at(rows_at, capacity, SIZE, WIDTH), tl.float32)
@@ -202,8 +208,10 @@ def expand_kernel(
         for column in range(0, WIDTH, BLOCK):
             columns = column + tl.arange(0, BLOCK)
             is_element = is_kept & (columns < WIDTH)
-            near = tl.load(hidden + tl.cast(token, tl.int64) * WIDTH + columns, mask=is_element & is_own, other=0.0)
-            far = tl.load(received + section * WIDTH + columns, mask=is_element & (source != rank), other=0)
+            near_at = hidden + tl.cast(token, tl.int64) * WIDTH + columns
+            near = tl.load(near_at, mask=is_element & is_own, other=0.0, eviction_policy=LOADS)
+            far_at = received + section * WIDTH + columns
+            far = tl.load(far_at, mask=is_element & (source != rank), other=0, eviction_policy=LOADS)
             if PACKED:
                 codes, scales = pack_blocks(tl.reshape(near.to(tl.float32), [BLOCK // 128, 128]), INTERPRETED)
                 of_scale = column // 128 + tl.arange(0, BLOCK // 128)
@@ -216,7 +224,8 @@ def expand_kernel(
                 values = tl.where(is_own, near, far)
             for slot in range(SLOTS):
                 target = tl.sum(tl.where(slots == slot, row, 0), axis=0).to(tl.int64)
-                tl.store(rows + target * WIDTH + columns, values, mask=is_element & (target >= 0))
+                is_stored = is_element & (target >= 0)
+                tl.store(rows + target * WIDTH + columns, values, mask=is_stored, cache_modifier=STORES)
 
 
 @triton_jit(do_not_specialize=["num_rows"])
@@ -265,11 +274,13 @@ def reduce_kernel(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
     WITH_PROBS: tl.constexpr,
+    STREAMING: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Add up the rows of each token in the order of its experts, send sum and slot values home. Grid: [blocks]."""
     _, buffer = _outgoing(epoch, buffer_bytes)
     dtype: tl.constexpr = rows.dtype.element_ty
+    LOADS: tl.constexpr = "evict_first" if STREAMING else ""
     slots = tl.arange(0, SLOTS_PAD)
     # Sources alternate, so that local reads and sends to all peers go on at the same time.
     for item in range(tl.program_id(0), SIZE * num_tokens, tl.num_programs(0)):
@@ -284,7 +295,8 @@ def reduce_kernel(
             total = tl.zeros([BLOCK], dtype=tl.float32)
             for slot in tl.range(0, SLOTS, loop_unroll_factor=UNROLL):
                 at = tl.load(of_token + slot).to(tl.int64)
-                values = tl.load(rows + at * WIDTH + columns, mask=(columns < WIDTH) & (at >= 0), other=0.0)
+                is_read = (columns < WIDTH) & (at >= 0)
+                values = tl.load(rows + at * WIDTH + columns, mask=is_read, other=0.0, eviction_policy=LOADS)
                 total += values.to(tl.float32)
             tl.store(target + columns, narrow(total, dtype, INTERPRETED), mask=(columns < WIDTH) & is_ours)
         if WITH_PROBS:
@@ -314,11 +326,14 @@ def add_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WITH_PROBS: tl.constexpr,
+    STREAMING: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Add up what the ranks returned for each token, in the order of ranks. Grid: [blocks]."""
     _, buffer = _incoming(epoch, buffer_bytes)
     dtype: tl.constexpr = hidden.dtype.element_ty
+    LOADS: tl.constexpr = "evict_first" if STREAMING else ""
+    STORES: tl.constexpr = ".cs" if STREAMING else ""
     slots = tl.arange(0, SLOTS_PAD)
     returned = _at(data, rank, buffer + rows_at, dtype)
     returned_probs = _at(data, rank, buffer + probs_at, tl.float32)
@@ -332,10 +347,12 @@ def add_kernel(
             for peer in range(SIZE):
                 has_sum = tl.max((destinations == peer).to(tl.int32), axis=0) > 0
                 at = (peer * capacity + token).to(tl.int64)
-                values = tl.load(returned + at * WIDTH + columns, mask=(columns < WIDTH) & has_sum, other=0.0)
+                is_read = (columns < WIDTH) & has_sum
+                values = tl.load(returned + at * WIDTH + columns, mask=is_read, other=0.0, eviction_policy=LOADS)
                 total += values.to(tl.float32)
             narrowed = narrow(total, dtype, INTERPRETED)
-            tl.store(hidden + tl.cast(token, tl.int64) * WIDTH + columns, narrowed, mask=columns < WIDTH)
+            target = hidden + tl.cast(token, tl.int64) * WIDTH + columns
+            tl.store(target, narrowed, mask=columns < WIDTH, cache_modifier=STORES)
         if WITH_PROBS:
             at = (destinations * capacity + token).to(tl.int64) * SLOTS + slots
             value = tl.load(returned_probs + at, mask=ids >= 0, other=0.0)

@@ -27,6 +27,9 @@ class Tiling:
     tokens: int = 1
     """At a time; push only."""
 
+    is_streaming: bool = False
+    """Rows are not kept in the caches; not push."""
+
     blocks_per_sm: int = 8
     """How many run on a multiprocessor at once, by threads and registers."""
 
