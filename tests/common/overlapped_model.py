@@ -6,6 +6,7 @@ grads = run_microbatches(model, 3, overlap=False)
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
@@ -19,6 +20,7 @@ from tests.common.local_exchange import use_local_exchange
 from tests.common.moe_layers import moe_config
 
 VOCAB_SIZE, LENGTH, MAX_LENGTH = 32, 8, 512
+Batch = dict[str, torch.Tensor]
 
 
 def overlapped_model(
@@ -39,31 +41,39 @@ def run_microbatches(
     model: GPTModel, num_microbatches: int = 3, overlap: bool = True, delays_wgrad: bool = False, lengths=None
 ) -> dict[str, torch.Tensor]:
     """One step without optimizer; microbatch i has `lengths[i]` tokens. Returns all gradients."""
+    device = next(model.parameters()).device
+    run_step(model, make_batches(lengths or [LENGTH] * num_microbatches, device), overlap, delays_wgrad)
+    return {name: param.grad.clone() for name, param in model.named_parameters()}
+
+
+def run_step(model: GPTModel, batches: Sequence[Batch], overlap: bool = True, delays_wgrad: bool = False) -> None:
+    """Forward and backward over batches on the model's device; gradients are those of this step. Graph: capturable."""
     config = model.config
     config.overlap_moe_expert_parallel_comm, config.delay_wgrad_compute = overlap, overlap and delays_wgrad
     counters: Counter[str] = Counter()
     config.count_func = counters.update
-    device = next(model.parameters()).device
-    batches = iter([_batch(i, (lengths or [LENGTH] * num_microbatches)[i], device) for i in range(num_microbatches)])
 
     def forward_step(iterator, model):
-        tokens, labels = next(iterator)
-        positions = torch.arange(tokens.shape[1], device=device).expand(2, -1)
-        losses = model(tokens, positions, None, labels=labels)
-        return losses, lambda output: (output.sum(), torch.tensor(output.numel(), device=device), {})
+        batch = next(iterator)
+        positions = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device).expand(2, -1)
+        losses = model(batch["tokens"], positions, None, labels=batch["labels"])
+        return losses, lambda output: (output.sum(), torch.full((), output.numel(), device=output.device), {})
 
     model.zero_grad()
     get_forward_backward_func()(
-        forward_step_func=forward_step, data_iterator=batches, model=model, num_microbatches=num_microbatches
+        forward_step_func=forward_step, data_iterator=iter(batches), model=model, num_microbatches=len(batches)
     )
-    assert (counters["pairs overlapped"] > 0) == (overlap and num_microbatches > 1), f"{counters}"
-    return {name: param.grad.clone() for name, param in model.named_parameters()}
+    assert (counters["pairs overlapped"] > 0) == (overlap and len(batches) > 1), f"{counters}"
 
 
-def _batch(seed: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, int64 [2, length]."""
-    stream = torch.randint(VOCAB_SIZE, (2, length + 1), generator=torch.Generator().manual_seed(seed)).to(device)
-    return stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
+def make_batches(lengths: Sequence[int], device: torch.device | str = "cpu", seed: int = 0) -> list[Batch]:
+    """Tokens and labels of each microbatch, int64 [2, length]."""
+    batches = []
+    for number, length in enumerate(lengths, start=seed):
+        generator = torch.Generator().manual_seed(number)
+        stream = torch.randint(VOCAB_SIZE, (2, length + 1), generator=generator).to(device)
+        batches.append({"tokens": stream[:, :-1].contiguous(), "labels": stream[:, 1:].contiguous()})
+    return batches
 
 
 def assert_equal_bits(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:

@@ -52,6 +52,7 @@ DISPATCH = "tests/gpu_tests/test_dispatch_benchmark.py"
 OVERLAP = "tests/gpu_tests/test_overlap.py"
 STREAM_CHECK = "tests/gpu_tests/test_stream_check.py"
 GRAPH = "tests/gpu_tests/test_full_iteration_graph.py"
+GRAPH_FAULTS = "tests/gpu_tests/test_graph_faults.py"
 FIGURES = "tests/gpu_tests/test_graph_figures.py"
 STEP = "tests/gpu_tests/test_step_benchmark.py"
 OWN_PARTS = (
@@ -67,6 +68,7 @@ OWN_PARTS = (
     DISPATCH,
     PERMUTE,
     GRAPH,
+    GRAPH_FAULTS,
     FIGURES,
     STEP,
     FP8,
@@ -97,6 +99,7 @@ PARTS = (
     Part("pp2", (f"{PIPELINE}::test_peak_memory_is_that_of_the_formula",), 120, num_gpus=2),
     Part("pp2-curve", (f"{PIPELINE}::test_pipeline_curve_is_that_of_one_gpu",), 120, num_gpus=2),
     Part("graph", (GRAPH, "-k", "repeatable or hundred and 0.1"), 120),
+    Part("graph-faults", (GRAPH_FAULTS,), 120),
     Part("graph-overflow", (GRAPH, "-k", "overflows_and or skipped or resume"), 120),
     Part("graph-figures", (f"{FIGURES}::test_captured_step_of_slice_a_beside_an_eager_one[4]",), 120),
     Part("graph-figures-1", (f"{FIGURES}::test_captured_step_of_slice_a_beside_an_eager_one[1]",), 120),

@@ -13,6 +13,7 @@ A checked replay computes: it is a step, only slower.
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -105,8 +106,8 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
-        self._own: dict[int, torch.UntypedStorage] = {}
-        """Storages made inside, kept alive so that no address is used twice within the step."""
+        self._own: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Storages made inside, by address; not kept alive, so that the step frees what it frees without a watch."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -125,12 +126,15 @@ class _Recorder(TorchDispatchMode):
         known = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in known:
-                self._own[leaf.untyped_storage().data_ptr()] = leaf.untyped_storage()
+                storage = leaf.untyped_storage()
+                self._own[storage.data_ptr()] = weakref.ref(storage)
         return result
 
     def _outer_address(self, tensor: torch.Tensor) -> int | None:
         address = tensor.untyped_storage().data_ptr()
-        is_known = address in self._own or tensor.numel() == 0 or _is_in_collective()
+        own = self._own.get(address)
+        is_made_inside = own is not None and own() is not None
+        is_known = is_made_inside or tensor.numel() == 0 or _is_in_collective()
         return None if is_known else tensor.data_ptr()
 
     def _refuse_data_dependence(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
