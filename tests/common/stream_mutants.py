@@ -29,6 +29,8 @@ from tests.common.mutants import replaced
 
 Mutant = Iterator[None]
 CPU = torch.device("cpu")
+ALL_KEPT = frozenset({(Stage.EXPERTS, "rows"), (Stage.EXPERTS, "probs")})
+"""What a layer declares whose experts save whatever they are given."""
 
 
 # The four faults, undone.
@@ -80,8 +82,7 @@ def shadowed_experts() -> Mutant:
 @contextlib.contextmanager
 def f2_rows_kept() -> Mutant:
     """Every layer says that its experts save their rows."""
-    kept = frozenset({Stage.EXPERTS})
-    with replaced(MoELayer, "saved_inputs", lambda self: kept):
+    with replaced(MoELayer, "saved_inputs", lambda self: ALL_KEPT):
         yield
 
 

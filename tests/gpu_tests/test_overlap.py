@@ -28,6 +28,7 @@ from tests.common.overlapped_model import (
     run_microbatches,
 )
 from tests.common.poison import fill_with_poison
+from tests.common.stream_mutants import ALL_KEPT
 from tests.functional_tests.cases import find_cases, launch
 from tests.unit_tests.core.pipeline_parallel.overlap.test_faults import (
     LENGTHS,
@@ -156,7 +157,7 @@ def test_f2_rows_go_exactly_if_autograd_did_not_save_them(fields, fate):
         run_microbatches(gpu_model(**fields))
     assert set(fates) == {fate}
     if "shadow" in fields:
-        keeps = replaced(MoELayer, "saved_inputs", lambda self: frozenset({Stage.EXPERTS}))
+        keeps = replaced(MoELayer, "saved_inputs", lambda self: ALL_KEPT)
         with keeps, watched_rows() as fates:
             run_microbatches(gpu_model(**fields))
         assert set(fates) == {"kept"}

@@ -29,6 +29,7 @@ from megatron.core.pipeline_parallel.overlap.protocol import (
     DispatchInputs,
     ExchangingMLP,
     LayerCall,
+    SavedInput,
     SavedRouting,
     Stage,
 )
@@ -82,12 +83,12 @@ class TransformerLayer(MegatronModule):
         self.mlp_bda = build_module(submodules.mlp_bda)
         self.has_exchange = isinstance(self.mlp, ExchangingMLP)
 
-    def saved_inputs(self) -> frozenset[Stage]:
-        """Stages whose rows autograd keeps; a dense MLP runs in `post` and keeps its input, unless norms run again."""
+    def saved_inputs(self) -> frozenset[SavedInput]:
+        """Inputs of stages that autograd keeps; a dense MLP runs in `post` and keeps them, unless norms run again."""
         if self.has_exchange:
             return self.mlp.saved_inputs()
         is_made_again = recomputes(self.config, "layernorm") and not isinstance(self.pre_mlp_layernorm, IdentityOp)
-        return frozenset() if is_made_again else frozenset({Stage.POST})
+        return frozenset() if is_made_again else frozenset({(Stage.POST, "rows")})
 
     def forward(
         self,

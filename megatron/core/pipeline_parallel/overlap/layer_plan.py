@@ -92,10 +92,9 @@ class LayerPlan:
         self._values: dict[str, Handed | None] = {}
         self._nodes: dict[Stage, StageNode] = {}
         self._metadata: dict[int, tuple[torch.Tensor, Role]] = {}
+        saved = layer.saved_inputs()
         for stage in self.stages:
-            keeps = {1} if stage is Stage.EXPERTS else set()  # probabilities are always saved, they are small
-            if stage in layer.saved_inputs():
-                keeps.add(0)
+            keeps = {i for i, name in enumerate(_INPUTS[stage]) if (stage, name) in saved}
             defers = settings.delays_wgrad and stage.role is Role.COMPUTE
             queue = WgradQueue() if defers else None
             self._nodes[stage] = StageNode(

@@ -36,6 +36,10 @@ class Stage(enum.Enum):
         return Role.COMM if self in (Stage.DISPATCH, Stage.COMBINE) else Role.COMPUTE
 
 
+SavedInput = tuple[Stage, str]
+"""An input of a stage, `rows` or `probs`, that autograd keeps for backward."""
+
+
 @dataclass
 class SavedRouting:
     """The choice of a router, kept for the second pass of a recomputed layer.
@@ -94,10 +98,10 @@ class OverlapLayer(Protocol):
         """True if the layer has the stages `dispatch`, `experts` and `combine`."""
         ...
 
-    def saved_inputs(self) -> frozenset[Stage]:
-        """Stages whose rows autograd keeps for backward, in the precision in which this very layer runs.
+    def saved_inputs(self) -> frozenset[SavedInput]:
+        """Inputs of stages that autograd keeps for backward, in the precision in which this very layer runs.
 
-        All other rows are dropped after the stage, as soon as streams allow it. A test compares the declaration with
+        All others are dropped after the stage, as soon as streams allow it. A test compares the declaration with
         what autograd saved.
         """
         ...
@@ -132,8 +136,8 @@ class ExchangingMLP(Protocol):
     Each part takes what the stage of the same name takes; `state` is the dispatcher's state of this microbatch.
     """
 
-    def saved_inputs(self) -> frozenset[Stage]:
-        """Stages whose rows autograd keeps, see `OverlapLayer.saved_inputs`."""
+    def saved_inputs(self) -> frozenset[SavedInput]:
+        """Inputs that autograd keeps, see `OverlapLayer.saved_inputs`."""
         ...
 
     def route_and_preprocess(

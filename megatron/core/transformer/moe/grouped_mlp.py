@@ -192,6 +192,11 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
         return not self._pads and (self.config.moe_apply_probs_on_input or not state.setup.quantizes_wgrad)
 
     @property
+    def saves_probs(self) -> bool:
+        """Whether autograd keeps the probabilities that are given: not where it keeps a padded copy of them."""
+        return not self._pads
+
+    @property
     def _pads(self) -> bool:
         """True if FP8 needs more rows than are given."""
         return self.given_row_multiple % expert_row_multiple(self.config) != 0

@@ -20,7 +20,7 @@ import torch
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.spec_utils import build_module
-from megatron.core.pipeline_parallel.overlap.protocol import SavedRouting, Stage
+from megatron.core.pipeline_parallel.overlap.protocol import SavedInput, SavedRouting, Stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import own_rows
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
@@ -72,13 +72,16 @@ class MoELayer(MegatronModule):
         if config.moe_shared_expert_intermediate_size:
             self.shared_experts = build_module(specs.shared_experts or SharedExpertMLP, config, pg_collection=groups)
 
-    def saved_inputs(self) -> frozenset[Stage]:
-        """Stages whose rows autograd keeps: the experts', if they are given the dispatched rows and save them as such.
+    def saved_inputs(self) -> frozenset[SavedInput]:
+        """Inputs that autograd keeps: the experts', if they are given what arrived itself and no copy in their order.
 
-        Experts that save something else (quantised copies) say so by an attribute `saves_rows` that is False.
+        Experts that save something else (quantised or padded copies) say so by attributes `saves_rows` and
+        `saves_probs` that are False.
         """
-        is_kept = self.token_dispatcher.traits.postprocess_aliases_input and getattr(self.experts, "saves_rows", True)
-        return frozenset({Stage.EXPERTS}) if is_kept else frozenset()
+        if not self.token_dispatcher.traits.postprocess_aliases_input:
+            return frozenset()
+        kept = [name for name in ("rows", "probs") if getattr(self.experts, f"saves_{name}", True)]
+        return frozenset((Stage.EXPERTS, name) for name in kept)
 
     def forward(
         self,

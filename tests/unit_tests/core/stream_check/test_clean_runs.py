@@ -57,6 +57,8 @@ LAYOUTS = {
     "FP8, first and last layers in bf16": ((*DELAYED, *HYBRIDEP, *FP8, "--first-last-layers-bf16"), 2),
     "row budget": ((*DELAYED, *HYBRIDEP, "--moe-expert-rank-capacity-factor", "1.5"), 2),
     "context parallel": ((*DELAYED, "--context-parallel-size", "2"), 2),
+    "context parallel, all-gather": ((*DELAYED, "--context-parallel-size", "2", "--cp-comm-type", "all_gather"), 2),
+    "allgather with overlap": ((*DELAYED, "--moe-token-dispatcher-type", "allgather"), 2),
     "tensor and sequence parallel": ((*DELAYED, *TP2), 2),
     "allgather": ((*TINY_MOE, "--moe-token-dispatcher-type", "allgather"), 2),
     "1F1B": ((*TINY_MOE, *PIPELINE), 2),

@@ -24,6 +24,7 @@ from tests.common.local_exchange import LocalExchangeDispatcher
 from tests.common.mutants import replaced
 from tests.common.overlapped_model import assert_equal_bits, overlapped_model, run_microbatches
 from tests.common.poison import fill_with_poison
+from tests.common.stream_mutants import ALL_KEPT
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +105,7 @@ def test_rows_of_the_experts_go_exactly_if_autograd_did_not_save_them(model, fat
 
 def test_f2_undone_keeps_rows_of_which_bytes_were_saved():
     """Mutant: the layer claims that its experts keep whatever they are given."""
-    with replaced(MoELayer, "saved_inputs", lambda self: frozenset({Stage.EXPERTS})):
+    with replaced(MoELayer, "saved_inputs", lambda self: ALL_KEPT):
         assert fates_of(is_shuffled=False, shadow=True) == {"kept"}
 
 

@@ -21,7 +21,7 @@ def storage_of(tensor):
 
 
 def saved_by_autograd(layer, hidden):
-    """Run the stages one by one, each with inputs of its own graph; the stages whose first input was saved."""
+    """Run the stages one by one, each with inputs of its own graph; (stage, name) of the inputs that were saved."""
     call, found = LayerCall(), set()
     values = {"hidden": hidden}
     for stage in EXCHANGE_STAGES if layer.has_exchange else DENSE_STAGES:
@@ -32,8 +32,9 @@ def saved_by_autograd(layer, hidden):
             outputs = getattr(layer, stage.value)(*inputs, call)
         outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
         values.update(zip(_OUTPUTS[stage], outputs, strict=True))
-        if "rows" in _INPUTS[stage] and storage_of(inputs[0]) in saved:
-            found.add(stage)
+        for name, value in zip(_INPUTS[stage], inputs, strict=True):
+            if name in ("rows", "probs") and value is not None and storage_of(value) in saved:
+                found.add((stage, name))
     return found
 
 
@@ -42,8 +43,16 @@ def assert_declared(layer, dtype):
     assert saved_by_autograd(layer, normal(6, 2, width, dtype=dtype)) == layer.saved_inputs()
 
 
+KINDS = [
+    {"moe_grouped_gemm": True},
+    {"moe_grouped_gemm": False},
+    {"shadow": True},
+    {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+]
+
+
 @pytest.mark.parametrize("is_shuffled", [False, True], ids=["in order", "shuffled"])
-@pytest.mark.parametrize("kind", [{"moe_grouped_gemm": True}, {"moe_grouped_gemm": False}, {"shadow": True}], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("half", [False, True], ids=["fp64", "bf16"])
 def test_declaration_of_a_layer_with_experts_is_true(is_shuffled, kind, half):
     model = overlapped_model(is_shuffled=is_shuffled, bf16=half, moe_shared_expert_intermediate_size=8, **kind)
@@ -96,7 +105,10 @@ def test_declaration_is_true_on_several_ranks(pool, dispatcher, num_experts):
     pool.run(declared_on_ranks, dispatcher, num_experts)
 
 
-@pytest.mark.parametrize(("fp8_wgrad", "expected"), [(True, set()), (False, {Stage.EXPERTS})], ids=["codes", "rows"])
+@pytest.mark.parametrize(
+    ("fp8_wgrad", "expected"), [(True, set()), (False, {(Stage.EXPERTS, "rows")})], ids=["codes", "rows"]
+)
 def test_rows_that_arrive_padded_are_kept_exactly_for_a_weight_gradient_in_high_precision(pool, fp8_wgrad, expected):
     fields = {"bf16": True, "fp8": "hybrid", "fp8_recipe": "rowwise", "fp8_wgrad": fp8_wgrad, "moe_grouped_gemm": True}
-    assert set(pool.run(declared_on_ranks, "flex", 4, fields)[0]) == expected
+    probs = {(Stage.EXPERTS, "probs")}
+    assert set(pool.run(declared_on_ranks, "flex", 4, fields)[0]) == expected | probs
