@@ -47,6 +47,7 @@ CP_BLOCKS = "tests/gpu_tests/test_context_parallel.py"
 SYMM_MEM = "tests/gpu_tests/test_symm_mem.py"
 SYMM_MEM_RANKS = "tests/gpu_tests/test_symm_mem_two_gpus.py"
 PERMUTE = "tests/gpu_tests/test_permute.py"
+ELEMENTWISE = "tests/gpu_tests/test_elementwise.py"
 FP8 = "tests/gpu_tests/test_fp8.py"
 DISPATCH = "tests/gpu_tests/test_dispatch_benchmark.py"
 OVERLAP = "tests/gpu_tests/test_overlap.py"
@@ -67,6 +68,7 @@ OWN_PARTS = (
     SYMM_MEM_RANKS,
     DISPATCH,
     PERMUTE,
+    ELEMENTWISE,
     GRAPH,
     GRAPH_FAULTS,
     FIGURES,
@@ -86,6 +88,7 @@ PARTS = (
     Part("wgrad", (WGRAD, "--deselect", f"{WGRAD}::test_benchmark_sweeps_the_other_shapes"), 120),
     Part("wgrad-sweep", (f"{WGRAD}::test_benchmark_sweeps_the_other_shapes",), 120),
     Part("permute", (PERMUTE,), 120),
+    Part("elementwise", (ELEMENTWISE,), 60),
     Part("fp8", (FP8, "-k", "not benchmark"), 120),
     Part("fp8-speed", (FP8, "-k", "benchmark_prints"), 120),
     Part("fp8-sweep", (FP8, "-k", "benchmark_sweeps"), 120),

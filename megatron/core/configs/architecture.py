@@ -76,6 +76,9 @@ class ArchitectureConfig(ConfigTopic):
     bias_activation_fusion: bool = knob(False, flag="--no-bias-gelu-fusion", dest="bias_gelu_fusion", arg_default=True)
     """GELU after a bias uses the tanh form of Megatron's fused kernel; the flag asks for the exact form."""
 
+    bias_swiglu_fusion: bool = knob(True, flag="--no-bias-swiglu-fusion")
+    """On a GPU SwiGLU, of the experts with their probabilities, is one kernel that rounds once."""
+
     attention_dropout: float = 0.1
     """Dropout on attention probabilities."""
 

@@ -2,7 +2,7 @@
 
 The product is formed in the wider of activation and probability, fp32 at least, and rounded once at the end, so that
 the probability is never rounded to bf16. For SiLU the gated form (SwiGLU) has a backward of its own, which keeps the
-input and the probabilities instead of three intermediate tensors:
+input and the probabilities instead of three intermediate tensors; on a GPU it is a kernel, see `fused_swiglu`:
 
     d p    = sum_f dy * act(gate) * up
     d up   = dy * p * act(gate)
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.core.fusions.fused_swiglu import fused_swiglu, has_swiglu_kernel
 from megatron.core.utils.upcast import upcast, wide_dtype
 
 
@@ -25,14 +26,18 @@ def weighted_activation(
     probs: torch.Tensor | None,
     activation: Callable[[torch.Tensor], torch.Tensor],
     is_gated: bool,
+    fuses: bool = True,
 ) -> torch.Tensor:
-    """Return act(x) * p in the dtype of x.
+    """Return act(x) * p in the dtype of x; `fuses` lets a kernel do it where there is one.
 
     Shapes: x [R, f], gated [gate; up] [R, 2f]; probs [R], None for ones -> [R, f].
     """
+    is_swiglu = is_gated and activation is F.silu
+    if is_swiglu and fuses and has_swiglu_kernel(x, None, probs):
+        return fused_swiglu(x, None, probs)
     if probs is None:
         probs = x.new_ones(x.shape[0], dtype=wide_dtype(x.dtype))
-    if is_gated and activation is F.silu:
+    if is_swiglu:
         return _WeightedSwiglu.apply(x, probs)
     wide = upcast(x)
     if is_gated:

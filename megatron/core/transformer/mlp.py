@@ -99,7 +99,7 @@ class MLP(MegatronModule):
         """Add the bias and apply the configured activation: [..., f or 2f], bias [f or 2f] -> [..., f]."""
         activation = self.config.activation_func
         if self.config.gated_linear_unit:
-            return bias_glu(inner, bias, activation)
+            return bias_glu(inner, bias, activation, self.config.bias_swiglu_fusion)
         if bias is None:
             return activation(inner)
         if activation is F.gelu and self.config.bias_activation_fusion:

@@ -216,7 +216,10 @@ def activate_experts(
     With recompute of `moe_act` the context keeps fc2 from holding a copy until backward.
     """
     activate = functools.partial(
-        weighted_activation, activation=config.activation_func, is_gated=config.gated_linear_unit
+        weighted_activation,
+        activation=config.activation_func,
+        is_gated=config.gated_linear_unit,
+        fuses=config.bias_swiglu_fusion,
     )
     result = activate(inner, probs)
     again = functools.partial(activate, inner.detach(), None if probs is None else probs.detach())
