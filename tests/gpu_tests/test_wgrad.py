@@ -23,6 +23,12 @@ CONFIGS = (
     WgradConfig(128, 128, 32, band=2, num_warps=4, num_stages=3, reduces_in_memory=False),
     WgradConfig(64, 64, 64, num_warps=4, num_stages=2, programs_per_sm=2),
 )
+FLAT_CONFIGS = (
+    WgradConfig(is_flat=True),
+    WgradConfig(num_stages=4, is_flat=True, pieces=4, prefetches=True, evicts_first=True),
+    WgradConfig(128, 128, band=2, num_warps=4, programs_per_sm=2, is_flat=True, prefetches=True),
+    WgradConfig(64, 64, 64, num_warps=4, num_stages=2, programs_per_sm=2, is_flat=True),
+)
 COUNTS = ([5, 0, 300, 0], [0, 0, 0, 0], [64, 1000, 63, 65], [129], [0, 0, 0, 777])
 FOLDER = ["--folder", os.environ["OUT"]] if "OUT" in os.environ else []
 OUT, IN, SPARE = 328, 456, 64  # neither is a multiple of a tile
@@ -75,14 +81,17 @@ def test_kernel_rounds_once(dtype, main_dtype):
     torch.testing.assert_close(main.double(), wanted, rtol=bound, atol=1e-3)
 
 
+@pytest.mark.parametrize("configs", [CONFIGS, FLAT_CONFIGS], ids=["nested", "flat"])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_every_configuration_gives_the_same_bits(counts):
-    results = []
-    for config in CONFIGS:
+def test_every_configuration_gives_the_same_bits(counts, configs):
+    main, grad, rows, _ = problem(counts)
+    wanted, results = expected(main, grad, rows, counts), []
+    for config in configs:
         main, grad, rows, ends = problem(counts)
         grouped_wgrad(main, grad, rows, ends, config)
         results.append(main)
-    differing = [config for config, main in zip(CONFIGS, results, strict=True) if not torch.equal(main, results[0])]
+        torch.testing.assert_close(main.double(), wanted, rtol=1e-5, atol=1e-3)
+    differing = [config for config, main in zip(configs, results, strict=True) if not torch.equal(main, results[0])]
     assert differing == [], [float((main - results[0]).abs().max()) for main in results]
 
 
@@ -138,13 +147,12 @@ def test_delayed_weight_gradients_change_no_bit():
     assert sum(bool(grad.any()) for grad in once.values()) > 2
 
 
-@pytest.mark.parametrize("words", [[], ["--sweep", "--shapes", "A fc1", "A fc2"]], ids=["table", "sweep-a"])
-def test_benchmark_prints_the_speed(words):
-    assert grouped_gemm.main([*words, *FOLDER]) == 0
+def test_benchmark_prints_the_speed():
+    assert grouped_gemm.main(FOLDER) == 0
 
 
 @pytest.mark.parametrize(
-    "words", [["--sweep", "--shapes", "A fc1 mbs1", "B fc1", "B fc2", "C fc1", "C fc2"]], ids=["rest"]
+    "words", [[], ["--groups", "random", "--shapes", "A fc1", "A fc2", "B fc1", "C fc1"]], ids=["even", "random"]
 )
-def test_benchmark_sweeps_the_other_shapes(words):
-    assert grouped_gemm.main([*words, *FOLDER]) == 0
+def test_benchmark_sweeps_all_shapes(words):
+    assert grouped_gemm.main(["--sweep", *words, *FOLDER]) == 0

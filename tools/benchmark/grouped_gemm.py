@@ -15,7 +15,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +54,17 @@ SHAPES = (
     Shape("C fc1", 16384, 4096, 28672, 4),
     Shape("C fc2", 16384, 14336, 4096, 4),
 )
+FLAT = WgradConfig(num_stages=4, reduces_in_memory=False, is_flat=True, pieces=4, prefetches=True, evicts_first=True)
 CANDIDATES = (
-    WgradConfig(),
-    WgradConfig(band=4),
-    WgradConfig(band=16),
-    WgradConfig(num_stages=2),
-    WgradConfig(reduces_in_memory=False),
-    WgradConfig(reduces_in_memory=False, num_stages=4),
-    WgradConfig(256, 128),
-    WgradConfig(256, 128, reduces_in_memory=False),
-    WgradConfig(128, 128, num_warps=4, num_stages=2, programs_per_sm=2),
-    WgradConfig(128, 128, num_warps=4, num_stages=3, programs_per_sm=2, reduces_in_memory=False),
-    WgradConfig(128, 128, num_warps=8, num_stages=2, programs_per_sm=2),
-    WgradConfig(128, 128, num_warps=8, num_stages=4),
+    WgradConfig(num_stages=4, reduces_in_memory=False),
+    FLAT,
+    replace(FLAT, band=4),
+    replace(FLAT, band=16),
+    replace(FLAT, evicts_first=False),
+    replace(FLAT, evicts_first=False, prefetches=False),
+    replace(FLAT, num_stages=3, pieces=2),
+    replace(FLAT, block_out=256, block_in=128),
+    replace(FLAT, block_in=128, num_warps=4, num_stages=3, programs_per_sm=2, pieces=2),
 )
 
 

@@ -12,9 +12,12 @@ Inside a tile:
        the memory (TMA reduction), so that it runs beside the products of the next tile; otherwise the tile is read,
        added to and written in halves, which keeps registers free.
 
+The flat form (`is_flat`) walks over the blocks of all tiles in one loop, so that blocks of the next tile arrive while
+this one is added, and reads the last rows of a group as a block whose missing rows TMA fills with zeros.
+
 Group ends are read on the device. An expert without rows costs one comparison and its tiles are not touched. Rows are
-summed in order, whatever the tile: the result does not depend on the configuration (smaller than the normal numbers of
-fp32 may be flushed to zero by the reduction).
+summed in order, whatever the tile: the result of a form does not depend on the configuration (smaller than the normal
+numbers of fp32 may be flushed to zero by the reduction).
 
 Legend: R rows, n experts, out and in features.
 """
@@ -30,6 +33,7 @@ from megatron.core.fusions.triton_casts import is_interpreted, narrow
 from megatron.core.optional_deps import is_available, require, tl, triton_jit
 
 _ALIGNMENT_BYTES = 16  # of addresses and strides that TMA takes
+_LINE_BYTES = 128
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -47,6 +51,14 @@ class WgradConfig:
     num_stages: int = 3
     reduces_in_memory: bool = True
     """add by TMA reduction; only fp32 main gradients, and not interpreted"""
+    is_flat: bool = False
+    """one loop over the blocks of all tiles: blocks of the next tile arrive while this one is added"""
+    pieces: int = 2
+    """a flat tile is added in so many pieces: 2 or 4"""
+    prefetches: bool = False
+    """ask for the lines of a flat tile before its products, so that they are in the cache when they are added to"""
+    evicts_first: bool = False
+    """let what a flat tile has added to leave the cache before the operands do"""
 
 
 # Filled by `tools/benchmark/grouped_gemm.py --sweep`: (narrow side below 1024?, rows per expert below 1024?).
@@ -98,6 +110,9 @@ def grouped_wgrad(
     if interpreted or main_grad.dtype != torch.float32:
         cut = replace(cut, reduces_in_memory=False)
     num_programs = cut.programs_per_sm * num_free_sms(grad.device)
+    if cut.is_flat:
+        _launch_flat(main_grad, grad, rows, ends, cut, num_programs)
+        return
     streams.declare("grouped wgrad", (grad, rows, ends, main_grad), (main_grad,))
     _grouped_wgrad_kernel[(num_programs,)](
         described(grad, [cut.block_rows, cut.block_out]),
@@ -125,6 +140,54 @@ def grouped_wgrad(
     )
 
 
+def _launch_flat(
+    main_grad: torch.Tensor,
+    grad: torch.Tensor,
+    rows: torch.Tensor,
+    ends: torch.Tensor,
+    cut: WgradConfig,
+    num_programs: int,
+) -> None:
+    """Run the kernel with one loop: main_grad [n, out, in], grad [R, out], rows [R, in], ends [n]."""
+    num_experts, out_features, in_features = main_grad.shape
+    interpreted = is_interpreted()
+    line = 0 if interpreted or not cut.prefetches else _LINE_BYTES // main_grad.element_size()
+    streams.declare("flat grouped wgrad", (grad, rows, ends, main_grad), (main_grad,))
+    _flat_kernel[(num_programs,)](
+        _windows(grad, cut.block_rows, cut.block_out),
+        _windows(rows, cut.block_rows, cut.block_in),
+        main_grad,
+        ends,
+        num_experts,
+        out_features,
+        in_features,
+        main_grad.stride(0),
+        EXPERTS=max(64, 1 << (num_experts - 1).bit_length()),
+        BLOCK_OUT=cut.block_out,
+        BLOCK_IN=cut.block_in,
+        BLOCK_ROWS=cut.block_rows,
+        BAND=cut.band,
+        PIECES=cut.pieces,
+        LINE=line,
+        POLICY="evict_first" if cut.evicts_first else "",
+        NUM_PROGRAMS=num_programs,
+        INTERPRETED=interpreted,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+    )
+
+
+def _windows(tensor: torch.Tensor, block_rows: int, width: int) -> Any:
+    """Describe a matrix [R, features] to TMA as R windows, of which window r holds the rows from r on.
+
+    A block that begins in front of its window gets zeros for the rows that are missing there: so groups of any size
+    are read in whole blocks, and never a row of another group.
+    """
+    num_rows, features = tensor.shape
+    shape, strides = [num_rows, block_rows, features], [tensor.stride(0), tensor.stride(0), 1]
+    return require("triton_descriptor").TensorDescriptor(tensor, shape, strides, [1, block_rows, width])
+
+
 def described(tensor: torch.Tensor, block: list[int]) -> Any:
     """Describe a tensor [..., width] to TMA."""
     return require("triton_descriptor").TensorDescriptor.from_tensor(tensor, block)
@@ -141,6 +204,168 @@ def num_free_sms(device: torch.device) -> int:
 def describe(config: WgradConfig) -> str:
     """One line for tables and logs."""
     return " ".join(f"{name}={value}" for name, value in asdict(config).items())
+
+
+@triton_jit
+def _place(place, tiles_out, tiles_in, BAND: tl.constexpr):
+    """Number of a tile in its expert -> (along out, along in): bands, so that programs side by side share operands."""
+    top = place // (BAND * tiles_in) * BAND
+    height = tl.minimum(tiles_out - top, BAND)
+    inside = place % (BAND * tiles_in)
+    return top + inside % height, inside // height
+
+
+@triton_jit
+def _steps_of_program(
+    ends_ptr,
+    num_experts,
+    tiles,
+    EXPERTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+):
+    """Blocks of rows that this program multiplies, all tiles together; a tile without rows counts as one."""
+    ids = tl.arange(0, EXPERTS)
+    ends = tl.load(ends_ptr + ids, mask=ids < num_experts, other=0)
+    begins = tl.load(ends_ptr + ids - 1, mask=(ids > 0) & (ids < num_experts), other=0)
+    start = tl.program_id(0)
+    before = tl.cdiv(tl.maximum(ids * tiles - start, 0), NUM_PROGRAMS)  # tiles of this program in earlier experts
+    behind = tl.cdiv(tl.maximum((ids + 1) * tiles - start, 0), NUM_PROGRAMS)
+    steps = (behind - before) * tl.maximum(tl.cdiv(ends - begins, BLOCK_ROWS), 1)
+    return tl.sum(tl.where(ids < num_experts, steps, 0))
+
+
+@triton_jit
+def _load_rows(desc, row, end, column, BLOCK_ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows [row, end) of a window [R, BLOCK_ROWS, width], at most a block -> [BLOCK_ROWS, WIDTH], zeros in front."""
+    absent = BLOCK_ROWS - tl.minimum(end - row, BLOCK_ROWS)
+    return tl.reshape(desc.load([row, -absent, column]), (BLOCK_ROWS, WIDTH))
+
+
+@triton_jit
+def _halves(tile, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Tile [HEIGHT, WIDTH] -> its columns in the first and in the second half, [HEIGHT, WIDTH / 2] each."""
+    return tl.split(tl.permute(tl.reshape(tile, (HEIGHT, 2, WIDTH // 2)), (0, 2, 1)))
+
+
+@triton_jit
+def _add_piece(
+    part,
+    lines,
+    is_line,
+    column,
+    in_features,
+    WIDTH: tl.constexpr,
+    POLICY: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Add part [out, WIDTH] to columns of the lines [out, 1] of a matrix."""
+    columns = (column + tl.arange(0, WIDTH))[None, :]
+    mask = is_line & (columns < in_features)
+    before = tl.load(lines + columns, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    value = narrow(before + part, lines.dtype.element_ty, INTERPRETED)
+    tl.store(lines + columns, value, mask=mask, eviction_policy=POLICY)
+
+
+@triton_jit
+def _add_tile(
+    total,
+    lines,
+    is_line,
+    column,
+    in_features,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    PIECES: tl.constexpr,
+    POLICY: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Add total [out, in] to the lines [out, 1] of a matrix in pieces, which keeps registers and shared memory free."""
+    west, east = _halves(total, BLOCK_OUT, BLOCK_IN)
+    if PIECES == 2:
+        _add_piece(west, lines, is_line, column, in_features, BLOCK_IN // 2, POLICY, INTERPRETED)
+        _add_piece(east, lines, is_line, column + BLOCK_IN // 2, in_features, BLOCK_IN // 2, POLICY, INTERPRETED)
+    else:
+        WIDTH: tl.constexpr = BLOCK_IN // 4
+        first, second = _halves(west, BLOCK_OUT, BLOCK_IN // 2)
+        third, fourth = _halves(east, BLOCK_OUT, BLOCK_IN // 2)
+        _add_piece(first, lines, is_line, column, in_features, WIDTH, POLICY, INTERPRETED)
+        _add_piece(second, lines, is_line, column + WIDTH, in_features, WIDTH, POLICY, INTERPRETED)
+        _add_piece(third, lines, is_line, column + 2 * WIDTH, in_features, WIDTH, POLICY, INTERPRETED)
+        _add_piece(fourth, lines, is_line, column + 3 * WIDTH, in_features, WIDTH, POLICY, INTERPRETED)
+
+
+@triton_jit
+def _prefetch_tile(main_ptr, outs, first_in, out_features, in_features, LINES: tl.constexpr, LINE: tl.constexpr):
+    """Ask for the lines of a tile of a matrix [out_features, in_features], each LINE elements (128 bytes) long."""
+    rows = tl.minimum(outs, out_features - 1).to(tl.int64)[:, None] * in_features
+    columns = tl.minimum(first_in + tl.arange(0, LINES) * LINE, in_features - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [main_ptr + rows + columns[None, :]],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton_jit
+def _flat_kernel(
+    grad_desc,
+    rows_desc,
+    main_ptr,
+    ends_ptr,
+    num_experts,
+    out_features,
+    in_features,
+    main_stride,
+    EXPERTS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BAND: tl.constexpr,
+    PIECES: tl.constexpr,
+    LINE: tl.constexpr,
+    POLICY: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Add the tiles of this program: grad [R, out], rows [R, in] -> main [n, out, in]; one loop over blocks of rows."""
+    tiles_in = tl.cdiv(in_features, BLOCK_IN)
+    tiles_out = tl.cdiv(out_features, BLOCK_OUT)
+    tiles = tiles_out * tiles_in
+    steps = _steps_of_program(ends_ptr, num_experts, tiles, EXPERTS, BLOCK_ROWS, NUM_PROGRAMS)
+    tile = tl.program_id(0) - NUM_PROGRAMS
+    expert = tile
+    row, end, first_out, first_in = 0, 0, 0, 0
+    total = tl.zeros((BLOCK_OUT, BLOCK_IN), dtype=tl.float32)
+    for _ in tl.range(0, steps):
+        row += BLOCK_ROWS
+        if row >= end:
+            tile += NUM_PROGRAMS
+            expert = tile // tiles
+            row = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+            end = tl.load(ends_ptr + expert)
+            down, across = _place(tile % tiles, tiles_out, tiles_in, BAND)
+            first_out, first_in = down * BLOCK_OUT, across * BLOCK_IN
+            if LINE > 0:
+                main = main_ptr + expert.to(tl.int64) * main_stride
+                lines = first_out + tl.arange(0, BLOCK_OUT)
+                _prefetch_tile(main, lines, first_in, out_features, in_features, BLOCK_IN // LINE, LINE)
+        left = _load_rows(grad_desc, row, end, first_out, BLOCK_ROWS, BLOCK_OUT)
+        right = _load_rows(rows_desc, row, end, first_in, BLOCK_ROWS, BLOCK_IN)
+        if INTERPRETED:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        total = tl.dot(tl.trans(left), right, total)
+        if row + BLOCK_ROWS >= end:
+            outs = first_out + tl.arange(0, BLOCK_OUT)
+            lines = main_ptr + expert.to(tl.int64) * main_stride + outs.to(tl.int64)[:, None] * in_features
+            is_line = ((outs < out_features) & (row < end))[:, None]  # an expert without rows is left alone
+            _add_tile(total, lines, is_line, first_in, in_features, BLOCK_OUT, BLOCK_IN, PIECES, POLICY, INTERPRETED)
+            # a zero that is not known before: the compiler would move it out of the branch, in front of sums in flight
+            zero = tl.load(ends_ptr, volatile=True).to(tl.float32) * 0.0
+            total = tl.zeros((BLOCK_OUT, BLOCK_IN), dtype=tl.float32) + zero
 
 
 @triton_jit

@@ -9,6 +9,8 @@ from tests.common.moe_layers import normal
 
 SMALL = WgradConfig(block_out=16, block_in=32, block_rows=16, band=2, num_warps=4)
 OTHER = WgradConfig(block_out=32, block_in=32, block_rows=32, band=1, num_warps=4)
+FLAT = WgradConfig(block_out=16, block_in=32, block_rows=16, band=2, num_warps=4, is_flat=True, prefetches=True)
+FLAT_PIECES = WgradConfig(32, 64, 32, band=1, num_warps=4, is_flat=True, pieces=4)
 SPARE = 24
 
 
@@ -27,8 +29,8 @@ def kernel_job(counts, config, dtype=torch.bfloat16, main_dtype=torch.float32, s
     return main
 
 
-@pytest.mark.parametrize("config", [SMALL, OTHER], ids=["small", "other"])
-@pytest.mark.parametrize("counts", [(5, 0, 35, 0), (16, 32, 17), (0, 0, 0), (40,)], ids=str)
+@pytest.mark.parametrize("config", [SMALL, OTHER, FLAT, FLAT_PIECES], ids=["small", "other", "flat", "pieces"])
+@pytest.mark.parametrize("counts", [(5, 0, 35, 0), (16, 32, 17), (0, 0, 0), (40,), (0, 0, 3, 61)], ids=str)
 def test_interpreted_kernel_adds_each_group_and_nothing_else(interpreted, counts, config):
     main, grad, rows, ends = problem(counts)
     before = main.clone()
