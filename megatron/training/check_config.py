@@ -24,6 +24,8 @@ from megatron.training.flag_table import FEATURES, STATES, Feature
 
 REPEATABLE_NCCL = ("Ring", "CollnetDirect", "CollnetChain", "^NVLS")
 REPEATABLE_CUBLAS = (":4096:8", ":16:8")
+GPU_KERNELS = ("moe_permute_fusion", "cross_entropy_loss_fusion")
+"""Switches of kernels whose plain form serves a CPU."""
 SURPRISES = {
     "moe_token_dispatcher_type": "allgather",
     "moe_aux_loss_coeff": 0.0,
@@ -97,9 +99,11 @@ def map_to_device(args: argparse.Namespace, given: GivenArguments) -> None:
     kernels = given.spellings.get("attention_backend")
     if kernels and not has_gpu and args.attention_backend in ("flash", "fused"):
         given.notices.append(f"{kernels} {args.attention_backend}: there is no GPU, torch's CPU kernel runs")
-    if args.moe_permute_fusion and not has_gpu:
-        given.notices.append("--moe-permute-fusion: there is no GPU, the plain form of the same sums runs")
-        args.moe_permute_fusion = False
+    for name in GPU_KERNELS:
+        if getattr(args, name) and not has_gpu:
+            flag = "--" + name.replace("_", "-")
+            given.notices.append(f"{flag}: there is no GPU, the plain form of the same sums runs")
+            setattr(args, name, False)
     if args.transformer_impl == "local":
         return
     if args.transformer_impl == "auto":

@@ -30,4 +30,8 @@ class Interpreter:
 
     def __call__(self, job: Callable[..., Any], *args: Any, deadline_s: float = 30.0) -> Any:
         """Return `job(*args)`, computed there; a failure raises RankErrors with its traceback."""
-        return self._pool.run(job, *args, world_size=1, deadline_s=deadline_s)[0]
+        return self.ranks(job, *args, world_size=1, deadline_s=deadline_s)[0]
+
+    def ranks(self, job: Callable[..., Any], *args: Any, world_size: int = 2, deadline_s: float = 30.0) -> list[Any]:
+        """The results of `job(*args)` on the ranks of a gloo world, each of which interprets kernels."""
+        return self._pool.run(job, *args, world_size=world_size, deadline_s=deadline_s)

@@ -56,6 +56,7 @@ GRAPH = "tests/gpu_tests/test_full_iteration_graph.py"
 GRAPH_FAULTS = "tests/gpu_tests/test_graph_faults.py"
 FIGURES = "tests/gpu_tests/test_graph_figures.py"
 STEP = "tests/gpu_tests/test_step_benchmark.py"
+FUSED_LOSS = "tests/gpu_tests/test_fused_loss.py"
 OWN_PARTS = (
     STREAM_CHECK,
     OVERLAP,
@@ -73,6 +74,7 @@ OWN_PARTS = (
     GRAPH_FAULTS,
     FIGURES,
     STEP,
+    FUSED_LOSS,
     FP8,
 )
 """Files that `unit` leaves to parts of their own."""
@@ -109,6 +111,7 @@ PARTS = (
     Part("graph-growing", (f"{FIGURES}::test_capture_into_memory_that_grows_in_place",), 90),
     Part("step-A", (f"{STEP}::test_captured_step_is_timed[A]",), 120),
     Part("step-C", (f"{STEP}::test_captured_step_is_timed[C]",), 120),
+    Part("fused-loss", (FUSED_LOSS,), 60),
     Part("step-A-kernels", (f"{STEP}::test_kernels_of_a_captured_step_are_listed[A]",), 90),
     Part("step-C-kernels", (f"{STEP}::test_kernels_of_a_captured_step_are_listed[C]",), 90),
     Part("step-A-rows", (f"{STEP}::test_captured_steps_are_timed_beside_eager_ones[A]",), 300),

@@ -53,6 +53,9 @@ class ModelParallelConfig(OverlapConfig, PipelineConfig):
     gradient_accumulation_fusion: bool = knob(True, flag="--no-gradient-accumulation-fusion")
     """Add weight gradients to main gradients inside their GEMM; the flag rounds them to the parameter's dtype first."""
 
+    cross_entropy_loss_fusion: bool = False
+    """Score logits with kernels that read them once in each direction and keep no fp32 softmax, on a GPU."""
+
     finalize_model_grads_func: Callable[..., Any] | None = knob(None, flag=NO_FLAG)
     """Called by the schedule after the last microbatch: reduces gradients and runs the step hooks."""
 

@@ -6,7 +6,8 @@
 j runs over the real vocabulary only: rows that pad the table to a convenient size are left out of the sum and get a
 zero gradient, so that the loss does not depend on the padding. The maths is fp32 at least.
 
-Over several ranks the maximum is one all-reduce, the sum and the target's score together are another one.
+Over several ranks the maximum is one all-reduce, the sum and the target's score together are another one. The fused
+form does the same with kernels that read the logits once in each direction (`fused_cross_entropy`).
 
 Legend: s sequence, b batch, v padded vocabulary of this rank, r its real rows (one column of -inf if it has none).
 """
@@ -17,6 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron.core.fusions.fused_cross_entropy import (
+    VocabularyPart,
+    logit_gradient,
+    scan_logits,
+    uses_loss_kernels,
+)
 from megatron.core.utils.collectives import MAX, all_reduce
 from megatron.core.utils.groups import group_rank, group_size
 from megatron.core.utils.upcast import wide_dtype
@@ -65,6 +72,36 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return F.pad(result, (0, ctx.num_filler)) if ctx.num_filler else result, None, None, None, None
 
 
+class _FusedCrossEntropy(torch.autograd.Function):
+    """Keeps the logits as they are, and for each token its target, maximum and sum in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, num_real: int, group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        """Shapes: logits [s, b, v], target int64 [s, b] -> fp32 [s, b]."""
+        width = logits.shape[-1]
+        first = group_rank(group) * width
+        part = VocabularyPart(first, min(max(num_real - first, 0), width), num_real)
+        found = scan_logits(logits.reshape(-1, width), target.reshape(-1), part)
+        peak, total, score = found.unbind()
+        if group_size(group) > 1:
+            own = peak.clone()
+            all_reduce(peak, group, MAX)
+            total *= torch.exp(own - peak)
+            all_reduce(found[1:], group)
+        ctx.save_for_backward(logits, target, peak, total)
+        ctx.part = part
+        return (total.log() - (score - peak)).view(target.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Shapes: grad [s, b] -> [s, b, v] in the dtype of the logits."""
+        logits, target, peak, total = ctx.saved_tensors
+        rows, ids, grad = logits.reshape(-1, logits.shape[-1]), target.reshape(-1), grad_outputs[0].reshape(-1)
+        return logit_gradient(rows, ids, (peak, total), grad, ctx.part).view(logits.shape), None, None, None
+
+
 def _place_targets(
     target: torch.Tensor, rows: int, num_real: int, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
@@ -88,15 +125,19 @@ def vocab_parallel_cross_entropy(
     tp_group: dist.ProcessGroup | None = None,
     true_vocab_size: int | None = None,
     dtype: torch.dtype | None = None,
+    fuses: bool = False,
 ) -> torch.Tensor:
     """Return the loss of each token, the same on all ranks of the group.
 
     Shapes: vocab_parallel_logits [s, b, v], target int64 [s, b] (ids of the whole vocabulary) -> [s, b].
     Dtype:  computed and returned in `dtype`; by default fp32, or fp64 for fp64 logits.
-    Memory: keeps the softmax [s, b, r] in that dtype for backward.
-    Args: true_vocab_size counts the real rows of all ranks, by default all rows are real.
+    Memory: keeps the softmax [s, b, r] in that dtype for backward; the kernels keep the logits instead.
+    Args: true_vocab_size counts the real rows of all ranks, by default all rows are real. `fuses` asks for the kernels,
+        which a GPU has for fp32 losses; elsewhere the plain form runs. Both differ in the rounding of fp32 alone.
     """
     num_rows = vocab_parallel_logits.shape[-1] * group_size(tp_group)
     num_real = num_rows if true_vocab_size is None else true_vocab_size
     used_dtype = wide_dtype(vocab_parallel_logits.dtype) if dtype is None else dtype
+    if fuses and uses_loss_kernels(vocab_parallel_logits, used_dtype):
+        return _FusedCrossEntropy.apply(vocab_parallel_logits, target, num_real, tp_group)
     return _VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, num_real, used_dtype, tp_group)

@@ -19,7 +19,10 @@ FEATURES = (
         negative("--no-bias-dropout-fusion", "bias_dropout_fusion"),
         negative("--no-masked-softmax-fusion", "masked_softmax_fusion"),
         switch("--no-persist-layer-norm"),
-        switch("--cross-entropy-loss-fusion"),
+    ),
+    refused(
+        "the cross entropy of Transformer Engine",
+        "drop the flag: --cross-entropy-loss-fusion runs kernels of this tree",
         value("--cross-entropy-fusion-impl", str, "native", "native|te"),
     ),
     not_yet(

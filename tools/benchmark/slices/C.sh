@@ -9,7 +9,7 @@ exec "${PYTHON:-python3}" -m torch.distributed.run --standalone --local-addr 127
   --num-layers $((3 * GPUS)) --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 \
   --kv-channels 128 --seq-length 4096 --max-position-embeddings 4096 --position-embedding-type rope \
   --rotary-base 1000000 --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights \
-  --attention-dropout 0 --hidden-dropout 0 --attention-backend fused \
+  --attention-dropout 0 --hidden-dropout 0 --attention-backend fused --cross-entropy-loss-fusion \
   --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 14336 --ffn-hidden-size 14336 --moe-router-dtype fp32 \
   --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001 --moe-router-force-load-balancing \
   --moe-grouped-gemm --moe-token-dispatcher-type alltoall --expert-model-parallel-size "$GPUS" \

@@ -39,5 +39,6 @@ class LanguageModule(MegatronModule):
             tp_group=self.pg_collection.tp,
             true_vocab_size=self.true_vocab_size,
             dtype=logits.dtype if self.fp16_lm_cross_entropy else None,
+            fuses=self.config.cross_entropy_loss_fusion,
         )
         return losses.transpose(0, 1).contiguous()

@@ -4,6 +4,7 @@ import pytest
 
 from megatron.core.fusions.fused_permute import _clear_kernel, _gather_kernel, _spread_kernel, _sum_kernel
 from megatron.core.fusions.fused_row_layout import _block_kernel
+from tests.common.hopper import ptx
 
 SIZES = {"num_slots": 8, "columns": 256}
 NO_PROBS = {"probs": None, "row_probs": None}
@@ -26,14 +27,6 @@ KERNELS = [
 
 @pytest.mark.parametrize(("kernel", "constants", "dtype"), KERNELS, ids=lambda value: getattr(value, "__name__", None))
 def test_kernel_compiles_for_hopper(kernel, constants, dtype):
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     types = {"tokens": f"*{dtype}", "rows": f"*{dtype}", "probs": "*fp32", "row_probs": "*fp32"}
     types |= dict.fromkeys(("ids", "blocks", "slots", "pairs"), "*i32")
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    constexprs = {(names.index(name),): value for name, value in constants.items()}
-    built = triton.compile(ASTSource(kernel, signature, constexprs), target=GPUTarget("cuda", 90, 32))
-    assert ".target sm_90" in built.asm["ptx"]
+    assert ".target sm_90" in ptx(kernel, constants, types)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from megatron.core.errors import ConfigError
 from megatron.core.module_api.global_names import named_global_parameters
+from megatron.core.tensor_parallel import cross_entropy
 from tests.common.reference import Batch, StepResult, assert_matches, make_weights, reference_step
 from tests.common.reference_model import GptShape
 from tests.common.small_models import SWIGLU, random_tokens, small_config, small_gpt
@@ -153,6 +154,15 @@ def test_half_precision_cross_entropy_is_coarser():
         losses.append(model(tokens, positions, None, labels=labels))
     assert losses[1].dtype == torch.float16
     assert not torch.equal(losses[0], losses[1].float())
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_fused_loss_is_taken_from_the_configuration(monkeypatch, fuses):
+    asked = []
+    monkeypatch.setattr(cross_entropy, "uses_loss_kernels", lambda *_: asked.append(True))
+    tokens, positions, labels = random_tokens()
+    small_gpt(small_config(cross_entropy_loss_fusion=fuses))(tokens, positions, None, labels=labels)
+    assert bool(asked) == fuses
 
 
 def test_unknown_position_embedding_is_refused_with_the_known_ones():
