@@ -34,7 +34,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     config = core_transformer_config_from_args(args)
     return GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(config),
+        transformer_layer_spec=get_gpt_decoder_block_spec(config, args.transformer_impl == "transformer_engine"),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings or args.seq_length,
         pre_process=pre_process,

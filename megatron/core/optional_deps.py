@@ -60,7 +60,8 @@ PACKAGES: dict[str, OptionalPackage] = {
     "tokenizers": OptionalPackage("tokenizers", "pip install 'megatron-moe[tokenizers]'"),
     "transformer_engine": OptionalPackage(
         "transformer_engine.pytorch",
-        "pip install --no-build-isolation 'transformer_engine[pytorch]', or use an NVIDIA PyTorch container",
+        "pip install --no-build-isolation 'transformer-engine[pytorch]', use an NVIDIA PyTorch container, or run with "
+        "--transformer-impl local",
     ),
     "transformers": OptionalPackage("transformers", "pip install 'megatron-moe[tokenizers]'"),
     "triton": OptionalPackage("triton", "pip install 'megatron-moe[gpu]'"),

@@ -104,17 +104,11 @@ def map_to_device(args: argparse.Namespace, given: GivenArguments) -> None:
             flag = "--" + name.replace("_", "-")
             given.notices.append(f"{flag}: there is no GPU, the plain form of the same sums runs")
             setattr(args, name, False)
-    if args.transformer_impl == "local":
+    if args.transformer_impl == "local" or (has_gpu and args.transformer_impl == "transformer_engine"):
         return
     if args.transformer_impl == "auto":
-        args.origins["transformer_impl"] = "derived from auto: the one implementation that is there"
+        args.origins["transformer_impl"] = "derived from auto: the implementation that needs no further library"
         given.notices.append("transformer_impl: auto takes local")
-    elif has_gpu:
-        spelling = given.spellings["transformer_impl"]
-        given.problems.append(
-            "transformer_impl='transformer_engine': layers of Transformer Engine: not there yet; "
-            f"use --transformer-impl local (given: {spelling})"
-        )
     else:
         given.notices.append("--transformer-impl transformer_engine: there is no GPU, local runs")
         args.origins["transformer_impl"] = "derived from device: no GPU"

@@ -6,6 +6,7 @@ The rows of the model alone are in core/configs/compat.py.
 from typing import Any
 
 from megatron.core.configs.compat import Rule
+from megatron.core.fp8.recipes import Scaling, recipe_spec
 
 
 def _refused(rule_id: str, feature: str, fields: str, violated_if: Any, why: str, remedy: str) -> Rule:
@@ -41,6 +42,10 @@ def _is_captured(args: Any) -> bool:
     return args.cuda_graph_impl == "full_iteration"
 
 
+def _has_engine(args: Any) -> bool:
+    return args.transformer_impl == "transformer_engine"
+
+
 def _any_data(args: Any) -> bool:
     names = (
         "data_path",
@@ -74,8 +79,36 @@ SCHEDULE_UNITS = tuple(
     _other_unit(name, unit) for name in ("lr_decay", "lr_warmup", "lr_wsd_decay") for unit in ("iters", "samples")
 )
 
+ENGINE_RULES = (
+    _refused(
+        "engine-recipe",
+        "FP8 recipes that Transformer Engine lacks",
+        "transformer_impl fp8_recipe",
+        lambda args: _has_engine(args) and bool(args.fp8) and recipe_spec(args.fp8_recipe).scaling is Scaling.ROW,
+        "it has no scales of rows",
+        "use --fp8-recipe delayed, tensorwise or blockwise, or --transformer-impl local",
+    ),
+    _refused(
+        "engine-fp8-wgrad",
+        "weight gradients in high precision in FP8 layers of Transformer Engine",
+        "transformer_impl fp8_wgrad",
+        lambda args: _has_engine(args) and bool(args.fp8) and not args.fp8_wgrad,
+        "its weight gradients take the precision of the recipe",
+        "drop --no-fp8-wgrad, or use --transformer-impl local",
+    ),
+    _refused(
+        "engine-delayed-wgrad",
+        "delayed weight gradients of Transformer Engine beside gradients of autograd",
+        "transformer_impl delay_wgrad_compute gradient_accumulation_fusion",
+        lambda args: _has_engine(args) and args.delay_wgrad_compute and not args.gradient_accumulation_fusion,
+        "it hands unfinished gradients to autograd",
+        "drop --no-gradient-accumulation-fusion or --delay-wgrad-compute, or use --transformer-impl local",
+    ),
+)
+
 TRAINING_RULES: tuple[Rule, ...] = (
     *SCHEDULE_UNITS,
+    *ENGINE_RULES,
     _refused(
         "world-dense",
         "a world that the model-parallel sizes do not divide",

@@ -55,6 +55,7 @@ def machine_notes(args: argparse.Namespace) -> list[str]:
     """Packages that the configuration asks for and that are absent, and what the GPU is."""
     needed = [package for dest, package in OPTIONAL_FOR.items() if getattr(args, dest)]
     needed += [TOKENIZER_PACKAGES[args.tokenizer_type]] if args.tokenizer_type in TOKENIZER_PACKAGES else []
+    needed += ["transformer_engine"] if args.transformer_impl == "transformer_engine" else []
     notes = [f"package {name} is missing: {PACKAGES[name].remedy}" for name in needed if not is_available(name)]
     if not torch.cuda.is_available():
         notes.append("no GPU: device auto means cpu, collectives run through gloo")

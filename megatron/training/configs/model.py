@@ -11,7 +11,7 @@ class ModelConfig(ConfigTopic):
     """Model assembly."""
 
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Set of layer implementations; auto takes the best that is installed and says which."""
+    """Set of layer implementations; auto takes local. transformer_engine needs that library and a GPU."""
 
     seq_length: int | None = None
     """Tokens of one training sample."""

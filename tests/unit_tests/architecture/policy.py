@@ -92,6 +92,8 @@ UPSTREAM_SIGNATURES = frozenset(
         "OptimizerParamScheduler.__init__",
         "RotaryEmbedding.__init__",
         "RowParallelLinear.__init__",
+        "TEColumnParallelLinear.__init__",
+        "TERowParallelLinear.__init__",
         "SelfAttention.__init__",
         "TransformerBlock.__init__",
         "TransformerBlock.forward",

@@ -155,9 +155,9 @@ def test_world_comes_from_the_launcher(monkeypatch):
             "none of hybridep, deepep",
         ),
         (
-            "--device cuda --transformer-impl transformer_engine",
-            "transformer_impl='transformer_engine'",
-            "not there yet",
+            "--device cuda --transformer-impl transformer_engine --bf16 --fp8-format hybrid --fp8-recipe rowwise",
+            "transformer_impl='transformer_engine' with fp8_recipe='rowwise'",
+            "use --fp8-recipe delayed, tensorwise or blockwise",
         ),
         ("--moe-token-dispatcher-type altoall", "moe_token_dispatcher_type='altoall'", "did you mean alltoall"),
         ("--moe-router-num-groups 3 --moe-router-group-topk 1", "moe_router_num_groups=3", "--moe-router-num-groups"),

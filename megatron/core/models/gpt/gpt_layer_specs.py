@@ -21,9 +21,9 @@ def get_gpt_layer_local_spec(
 
     The kind of norm, the activation and everything about routing follow from the configuration.
     """
-    backend = get_backend(use_transformer_engine=False)
-    mlp = _mlp_spec(backend) if not num_experts else get_moe_module_spec(moe_grouped_gemm)
-    return _layer_spec(backend, mlp, bool(qk_layernorm))
+    backend = get_backend()
+    mlp = _mlp_spec(backend) if not num_experts else get_moe_module_spec(backend, bool(moe_grouped_gemm))
+    return _layer_spec(backend, mlp, bool(qk_layernorm), is_moe=bool(num_experts))
 
 
 def get_gpt_decoder_block_spec(
@@ -31,20 +31,21 @@ def get_gpt_decoder_block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the specs of all layers and of the final norm; `moe_layer_freq` says which layers are MoE.
 
-    Raises: ConfigError if Transformer Engine is asked for, or the pattern does not fit the number of layers.
+    Raises: ConfigError if the pattern does not fit the number of layers, or Transformer Engine is too old;
+        MissingDependencyError if it is asked for and absent.
     """
-    backend = get_backend(use_transformer_engine)
+    backend = get_backend(config, use_transformer_engine)
     is_moe = moe_layer_pattern(config.moe_layer_freq, config.num_layers, config.num_moe_experts)
     dense = _layer_spec(backend, _mlp_spec(backend), config.qk_layernorm)
-    moe = _layer_spec(backend, get_moe_module_spec(), config.qk_layernorm)
+    moe = _layer_spec(backend, get_moe_module_spec(backend, config.moe_grouped_gemm), config.qk_layernorm, is_moe=True)
     return TransformerBlockSubmodules([moe if kind else dense for kind in is_moe], layer_norm=backend.layer_norm())
 
 
-def _layer_spec(backend: BackendSpecProvider, mlp: ModuleSpec, qk_layernorm: bool) -> ModuleSpec:
-    norm = backend.layer_norm()
+def _layer_spec(backend: BackendSpecProvider, mlp: ModuleSpec, qk_layernorm: bool, is_moe: bool = False) -> ModuleSpec:
+    norm, fused = backend.layer_norm(), backend.norm_column_parallel_linear()
     head_norm = norm if qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
-        linear_qkv=backend.column_parallel_linear(),
+        linear_qkv=fused or backend.column_parallel_linear(),
         core_attention=backend.core_attention(),
         linear_proj=backend.row_parallel_linear(),
         q_layernorm=head_norm,
@@ -53,10 +54,10 @@ def _layer_spec(backend: BackendSpecProvider, mlp: ModuleSpec, qk_layernorm: boo
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=IdentityOp if fused else norm,
             self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
+            pre_mlp_layernorm=IdentityOp if fused and not is_moe else norm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
@@ -64,5 +65,6 @@ def _layer_spec(backend: BackendSpecProvider, mlp: ModuleSpec, qk_layernorm: boo
 
 
 def _mlp_spec(backend: BackendSpecProvider) -> ModuleSpec:
-    linears = MLPSubmodules(backend.column_parallel_linear(), backend.row_parallel_linear())
+    fc1 = backend.norm_column_parallel_linear() or backend.column_parallel_linear()
+    linears = MLPSubmodules(fc1, backend.row_parallel_linear())
     return ModuleSpec(MLP, submodules=linears)

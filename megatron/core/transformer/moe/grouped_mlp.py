@@ -31,6 +31,7 @@ from megatron.core.module_api.parameter import hidden_init, new_parameter, outpu
 from megatron.core.param_attrs import InitSpec, ParamAttrs
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.recompute import recomputed_on_use, recomputes
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.expert_names import ExpertNumbering, is_reduced_like_dense
 from megatron.core.utils.divide import divide
 from megatron.core.utils.groups import group_rank, group_size
@@ -71,6 +72,14 @@ class GroupedLinear(MegatronModule):
         pack(self.weights)
         self.fp8 = build_fp8_state(config)
 
+    needs_host_counts = False
+    """A forward waits for the host to read how many rows each expert has."""
+
+    @property
+    def saves_rows(self) -> bool:
+        """Whether autograd keeps the rows that are given: not where it keeps FP8 codes of them."""
+        return self.fp8 is None or not self.fp8.setup.quantizes_wgrad
+
     @property
     def weights(self) -> list[torch.nn.Parameter]:
         """N parameters [out, in]."""
@@ -105,14 +114,14 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
         self,
         num_local_experts: int,
         config: TransformerConfig,
-        submodules: object = None,
+        submodules: MLPSubmodules | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """Build the experts of this rank; `submodules` must be None, the grouped products have no parts to choose."""
+        """Build the experts of this rank; `submodules` are the classes of the two products, by default ours."""
         super().__init__(config)
         self.given_row_multiple = 1
         """The rows of each expert are given as a multiple of this; set by who owns the dispatcher."""
-        assert submodules is None, f"submodules={submodules}: GroupedMLP is made of no submodules"
+        linears = MLPSubmodules(GroupedLinear, GroupedLinear) if submodules is None else submodules
         groups = self.number_experts(num_local_experts, pg_collection)
         width = config.moe_ffn_hidden_size
         assert width is not None, "moe_ffn_hidden_size=None: experts need a width"
@@ -123,7 +132,7 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
         fc1 = ParamAttrs(hidden_init(config), partition_dim=0, num_parts=parts, full_shape=fc1_shape, **place)
         fc2 = ParamAttrs(output_init(config), partition_dim=1, full_shape=fc2_shape, **place)
         has_bias, allreduce = config.add_bias_linear, is_reduced_like_dense(groups)
-        self.linear_fc1 = GroupedLinear(
+        self.linear_fc1 = linears.linear_fc1(
             config,
             num_local_experts,
             config.hidden_size,
@@ -132,7 +141,7 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
             has_bias=has_bias,
             allreduce=allreduce,
         )
-        self.linear_fc2 = GroupedLinear(
+        self.linear_fc2 = linears.linear_fc2(
             config,
             num_local_experts,
             width,
@@ -145,7 +154,15 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
     def graph_capture_blockers(self) -> list[str]:
         """Why a step with these experts cannot be captured."""
         config, dtype = self.config, self.linear_fc1.weights[0].dtype
-        if config.moe_pad_expert_input_to_capacity or dtype == torch.bfloat16:
+        if config.moe_pad_expert_input_to_capacity:
+            return []
+        if self.linear_fc1.needs_host_counts:
+            return [
+                "cuda_graph_impl='full_iteration' with transformer_impl='transformer_engine': its experts need their "
+                "row counts on the host; pad them with --moe-pad-expert-input-to-capacity, or use --transformer-impl "
+                "local."
+            ]
+        if dtype == torch.bfloat16:
             return []
         return [
             f"cuda_graph_impl='full_iteration' with params_dtype={dtype}: the grouped kernel that reads row counts on "
@@ -168,7 +185,8 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
         padding = self._padding(tokens_per_expert, rows)
         if padding is not None:
             rows, probs = padding.pad(rows), padding.pad(probs)
-            tokens_per_expert, host_tokens_per_expert = padding.tokens_per_expert, None
+            tokens_per_expert = padding.tokens_per_expert
+            host_tokens_per_expert = self._padded(host_tokens_per_expert)
         inner_probs: torch.Tensor | None = probs
         if self.config.moe_apply_probs_on_input:
             rows, inner_probs = (rows * probs.unsqueeze(-1)).to(rows.dtype), None
@@ -186,10 +204,9 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
     @property
     def saves_rows(self) -> bool:
         """Whether autograd keeps the rows that are given: not where it keeps FP8 codes or a padded copy of them."""
-        state = self.linear_fc1.fp8
-        if state is None:
+        if self.linear_fc1.fp8 is None:
             return True
-        return not self._pads and (self.config.moe_apply_probs_on_input or not state.setup.quantizes_wgrad)
+        return not self._pads and (self.config.moe_apply_probs_on_input or self.linear_fc1.saves_rows)
 
     @property
     def saves_probs(self) -> bool:
@@ -206,6 +223,13 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
         if not self._pads:
             return None
         return plan_padding(tokens_per_expert.to(rows.device), rows.shape[0], expert_row_multiple(self.config))
+
+    def _padded(self, host_counts: list[int] | None) -> list[int] | None:
+        """Counts with the rows that FP8 adds, for products that need them on the host."""
+        if host_counts is None or not self.linear_fc1.needs_host_counts:
+            return None
+        multiple = expert_row_multiple(self.config)
+        return [-(-count // multiple) * multiple for count in host_counts]
 
 
 def activate_experts(

@@ -2,9 +2,8 @@
 
 import pytest
 
-from megatron.core.errors import ConfigError
-from megatron.core.models.backends import LocalSpecProvider, get_backend
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.module_api.spec_utils import get_module
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
@@ -34,10 +33,4 @@ def test_head_norms_are_there_on_request(on, expected):
 
 @pytest.mark.parametrize(("on", "expected"), [(True, GroupedMLP), (False, SequentialMLP)])
 def test_layer_spec_chooses_the_experts(on, expected):
-    assert get_gpt_layer_local_spec(4, moe_grouped_gemm=on).submodules.mlp.submodules.experts is expected
-
-
-def test_transformer_engine_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"transformer_impl='transformer_engine': .*--transformer-impl local"):
-        get_gpt_decoder_block_spec(small_config(), use_transformer_engine=True)
-    assert isinstance(get_backend(use_transformer_engine=False), LocalSpecProvider)
+    assert get_module(get_gpt_layer_local_spec(4, moe_grouped_gemm=on).submodules.mlp.submodules.experts) is expected

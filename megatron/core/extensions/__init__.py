@@ -1,0 +1,1 @@
+"""Layers of other libraries behind the interfaces of this tree (layer L5)."""
