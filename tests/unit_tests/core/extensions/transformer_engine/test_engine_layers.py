@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.fp8.layer_state import GRADIENT, INPUT, WEIGHT, forget_weight_codes
 from megatron.core.models.gpt import GPTModel
@@ -12,7 +13,7 @@ from tests.common import fake_te_fp8, overlapped_model
 from tests.common.engine_runs import engine, local_name
 from tests.common.moe_layers import moe_config
 from tests.common.small_models import SWIGLU, normal, random_tokens, small_config
-from tests.unit_tests.core.pipeline_parallel.overlap.test_saved_inputs import saved_by_autograd
+from tests.unit_tests.core.pipeline_parallel.overlap.test_saved_inputs import saved_by_autograd, storage_of
 
 FP8 = {"bf16": True, "fp8": "hybrid", "normalization": "RMSNorm", **SWIGLU}
 
@@ -103,6 +104,18 @@ def test_declaration_of_what_autograd_keeps_is_true(monkeypatch, is_shuffled, fi
         model = overlapped_model.overlapped_model(is_shuffled=is_shuffled, **fields)
         for layer in model.decoder.layers:
             assert saved_by_autograd(layer, normal(8, 2, 32, dtype=torch.bfloat16)) == layer.saved_inputs()
+
+
+@pytest.mark.parametrize(("fp8", "kept"), [(None, True), ("hybrid", False)])
+def test_rows_that_arrive_padded_are_kept_exactly_in_bf16(fp8, kept):
+    config = moe_config(moe_grouped_gemm=True, bf16=True, fp8=fp8, fp8_recipe="blockwise", ffn_hidden_size=32)
+    with engine() as spec:
+        experts = build(config, spec).decoder.layers[0].mlp.experts
+        experts.given_row_multiple = 128
+        rows, saved = normal(256, 16, dtype=torch.bfloat16).requires_grad_(), set()
+        with saved_tensors_hooks(lambda tensor: saved.add(storage_of(tensor)) or tensor, lambda tensor: tensor):
+            experts(rows, torch.tensor([128, 0, 128, 0]), normal(256).abs().to(torch.bfloat16))
+    assert (storage_of(rows) in saved) == experts.saves_rows == kept
 
 
 def test_grouped_experts_without_tokens_get_gradients_of_zero_and_rows_behind_are_zero():
