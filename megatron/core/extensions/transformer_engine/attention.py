@@ -24,6 +24,8 @@ from megatron.core.utils.groups import group_size
 class TEDotProductAttention(MegatronModule):
     """Core attention: no parameters; arguments as for `DotProductAttention`."""
 
+    _engine: Any
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -40,7 +42,7 @@ class TEDotProductAttention(MegatronModule):
         self.is_shared = group_size(groups.cp) > 1
         arguments: dict[str, Any] = _sharing_arguments(config, layer_number, groups) if self.is_shared else {}
         assert config.kv_channels is not None, "kv_channels=None: heads without a width"
-        self.__dict__["_engine"] = load_library().root.pytorch.DotProductAttention(
+        engine = load_library().root.pytorch.DotProductAttention(
             divide(config.num_attention_heads, group_size(groups.tp)),
             config.kv_channels,
             num_gqa_groups=divide(config.num_query_groups, group_size(groups.tp)),
@@ -51,12 +53,13 @@ class TEDotProductAttention(MegatronModule):
             layer_number=layer_number,
             **arguments,
         )
+        object.__setattr__(self, "_engine", engine)  # no child of this module
 
     def train(self, mode: bool = True) -> "TEDotProductAttention":
         """Switch the engine as well: it draws dropout in training only."""
         super().train(mode)
         if "_engine" in self.__dict__:
-            self.__dict__["_engine"].train(mode)
+            self._engine.train(mode)
         return self
 
     def forward(
@@ -81,7 +84,7 @@ class TEDotProductAttention(MegatronModule):
                 )
             kind, mask = "arbitrary", self._whole_mask(attention_mask, query)
         with random_region(self.training and self.dropout > 0.0):  # heads are split over tensor-parallel ranks
-            output = self.__dict__["_engine"](query, key, value, attention_mask=mask, attn_mask_type=kind)
+            output = self._engine(query, key, value, attention_mask=mask, attn_mask_type=kind)
         return output.reshape(*output.shape[:2], -1)
 
     def _whole_mask(self, mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

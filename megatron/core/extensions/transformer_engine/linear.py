@@ -44,7 +44,7 @@ class TEColumnParallelLinear(EngineLayer):
         assert not gather_output, "gather_output=True: a decoder layer keeps its columns apart"
         self.is_expert = is_expert
         self.skip_bias_add, self.exchanges = skip_bias_add, group_size(tp_group) > 1 and not is_expert
-        place = {"partition_dim": 0, "num_parts": stride, "partition_rank": group_rank(tp_group)}
+        place: dict[str, Any] = {"partition_dim": 0, "num_parts": stride, "partition_rank": group_rank(tp_group)}
         weight = ParamAttrs(
             as_init_spec(init_method), is_expert=is_expert, full_shape=(output_size, input_size), **place
         )

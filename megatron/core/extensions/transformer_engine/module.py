@@ -40,6 +40,8 @@ class EngineLayer(MegatronModule):
         num_gemms: Matrices of the engine; a layer without any has no FP8.
     """
 
+    _engine: Any
+
     def __init__(self, config: TransformerConfig, num_gemms: int = 1) -> None:
         super().__init__(config)
         self.is_deferrable = config.delay_wgrad_compute
@@ -57,7 +59,7 @@ class EngineLayer(MegatronModule):
     @property
     def engine(self) -> Any:
         """The module of the library."""
-        return self.__dict__["_engine"]
+        return self._engine
 
     @property
     def matrices(self) -> list[torch.nn.Parameter]:
@@ -82,7 +84,7 @@ class EngineLayer(MegatronModule):
         for name, param in engine.named_parameters(recurse=False):
             param.skip_backward_post_hook = False  # the queue reports what it holds, see `deferred_wgrad`
             self.register_parameter(name, set_param_attrs(param, attrs[name], allreduce))
-        self.__dict__["_engine"] = engine
+        object.__setattr__(self, "_engine", engine)  # no child of this module
 
     def train(self, mode: bool = True) -> "EngineLayer":
         """Switch the engine as well."""
@@ -136,7 +138,7 @@ class EngineLayer(MegatronModule):
 
     def _run_deferred(self) -> None:
         """Compute the oldest weight gradient that the engine holds."""
-        main_grads = [param.main_grad for param in self.matrices]
+        main_grads = [getattr(param, "main_grad", None) for param in self.matrices]
         streams.declare(f"{type(self).__name__} wgrad", main_grads, main_grads)
         self._set_deferring(True)
         with torch.no_grad():

@@ -34,6 +34,8 @@ _FORWARD_TENSORS, _BACKWARD_TENSORS = 3, 2  # amaxes of one product: input, weig
 class EngineFp8State(Fp8LayerState):
     """FP8 of one engine with `num_gemms` matrices."""
 
+    _engine: Any
+
     def __init__(self, setup: Fp8Setup, autocast: Callable[[], AbstractContextManager[None]], num_gemms: int) -> None:
         super().__init__(setup)
         self._autocast, self._num_gemms = autocast, num_gemms
@@ -54,7 +56,7 @@ class EngineFp8State(Fp8LayerState):
 
     def _begin_step(self, engine: Any) -> None:
         """Write the scales of the history, and let amaxes begin at zero. Host: no synchronisation."""
-        self.__dict__["_engine"] = engine
+        object.__setattr__(self, "_engine", engine)  # no child of this module
         engine.fp8_meta[_KEPT_OUT] = []
         engine.init_fp8_metadata(num_gemms=self._num_gemms)
         assert self.amax_history is not None, "a step of delayed scaling without a history"
@@ -80,7 +82,7 @@ class EngineFp8State(Fp8LayerState):
     def step_amaxes(self) -> torch.Tensor | None:
         """Largest amaxes of this step over the engine's matrices, fp32 [3]; None without a history."""
         if self.step_amax is not None and "_engine" in self.__dict__:
-            for operand, (_, amax) in self._slots(self.__dict__["_engine"]).items():
+            for operand, (_, amax) in self._slots(self._engine).items():
                 self.step_amax[operand].copy_(amax.amax())
         return self.step_amax
 
