@@ -260,9 +260,7 @@ def allow_expandable_segments() -> list[str]:
 def add_notices(args: argparse.Namespace, given: GivenArguments) -> None:
     """Lines about given flags that cannot act in this combination, and about defaults that surprise."""
     if not args.num_experts:
-        idle = [
-            flag for dest, flag in given.spellings.items() if dest.startswith("moe_") and flag != "--moe-layer-freq"
-        ]
+        idle = [flag for dest, flag in given.spellings.items() if dest.startswith("moe_")]
         _idle(given, idle, "the model has no experts")
     if args.position_embedding_type != "rope":
         rotary = ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor")

@@ -131,6 +131,8 @@ def _without_positions(given: "GivenArguments") -> dict[str, Any]:
 
 
 def _check_deepep(given: "GivenArguments") -> None:
+    if not given.values.get("num_experts"):
+        return  # no flag about experts has an effect, which is said of all of them together
     dispatcher = given.values.get("moe_token_dispatcher_type", "allgather")
     if "moe_token_dispatcher_type" in given.unreadable or dispatcher_class(dispatcher).has_backends:
         return

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.configs.flag_spec import flag_specs
+from megatron.core.configs.moe import MoEConfig
 from megatron.core.errors import ConfigError
 from megatron.core.transformer.moe.dispatchers.hybridep.engine import BACKENDS, ENGINES
 from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS
@@ -359,9 +361,17 @@ def test_surprising_defaults_are_one_line(caplog):
 
 
 def test_flags_without_effect_in_this_model_are_announced(caplog):
-    parse(TINY + " --moe-router-topk 4 --rotary-base 5000")
-    assert "--moe-router-topk: accepted, no effect here: the model has no experts" in caplog.messages
+    parse(TINY + " --rotary-base 5000")
     assert "--rotary-base: accepted, no effect here: positions are learned_absolute" in caplog.messages
+
+
+def test_every_flag_about_experts_is_announced_in_a_dense_model(caplog):
+    known = build_parser().specs
+    specs = [known[spec.spellings[0]] for spec in flag_specs(MoEConfig) if spec.dest != "num_experts"]
+    words = [f"{spec.spellings[0]} {'' if spec.is_switch else (spec.choices or [1])[0]}" for spec in specs]
+    parse(f"{TINY} {' '.join(words)}")
+    names = " ".join(spec.spellings[0] for spec in specs)
+    assert f"{names}: accepted, no effect here: the model has no experts" in caplog.messages
 
 
 def test_deterministic_mode_checks_the_environment(monkeypatch):
