@@ -5,12 +5,14 @@
     python tools/profile_overlap.py rank-0.json rank-1.json                            reads traces of --profile
 
 For each kind of communication: its time per trace, and the share of it during which a compute kernel ran on the same
-GPU. Times are unions of intervals, so that nothing counts twice. Point-to-point kernels are told apart by the stage
-that launched them; traces from elsewhere call them all `send and receive`.
+GPU. Times are unions of intervals, so that nothing counts twice. In a profiled run the stages are named in the trace:
+what a `dispatch` or a `combine` launches is of that kind, whatever the kernels are. Elsewhere, and in traces of other
+runs, kernels are known by their names; `send and receive` are then messages between stages and exchanges alike.
 """
 
 import json
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,42 +26,53 @@ from megatron.core import env, streams
 from megatron.core.pipeline_parallel.overlap.meter import Span, hidden_share, union
 
 FIRST_STEP, LAST_STEP = 3, 5
-KINDS = {
+STAGES = ("dispatch", "combine")
+NCCL_KINDS = {
     "reduce-scatter": ("ReduceScatter",),
     "all-gather": ("AllGather",),
     "all-reduce": ("AllReduce",),
-    "symmetric memory": ("symm_mem", "_push_", "_signal_"),
     "send and receive": ("SendRecv", "AllToAll"),
 }
-STAGES = ("dispatch", "combine")
+SYMMETRIC_KERNELS = tuple(f"{part}_kernel" for part in ["push", "wait", "arrange", "expand", "zero", "reduce", "add"])
+"""Whole names: torch has a `reduce_kernel` too, with arguments of its template."""
 
 
 def kind_of(name: str, stage: str) -> str | None:
     """Kind of communication of a kernel launched in `stage`; None for compute."""
-    for kind, parts in KINDS.items():
-        if any(part in name for part in parts) and ("nccl" in name.lower() or kind == "symmetric memory"):
-            is_exchange = kind in ("send and receive", "symmetric memory")
-            return next((known for known in STAGES if is_exchange and known in stage.split()[-1:]), kind)
-    return None
+    if stage in STAGES:
+        return stage
+    if name in SYMMETRIC_KERNELS:
+        return "symmetric memory"
+    if "nccl" not in name.lower():
+        return None
+    return next((kind for kind, parts in NCCL_KINDS.items() if any(part in name for part in parts)), None)
 
 
 def read_spans(events: Sequence[dict[str, Any]]) -> dict[str | None, list[Span]]:
     """Spans of all device kernels in microseconds, by kind; None holds compute."""
-    stages = [event for event in events if event.get("ph") == "X" and event.get("cat") == "gpu_user_annotation"]
+    stages = _stages_by_stream(events)
     spans: dict[str | None, list[Span]] = {None: []}
     for event in events:
         if event.get("ph") == "X" and event.get("cat") == "kernel":
-            kind = kind_of(event["name"], _stage_around(event, stages))
+            kind = kind_of(event["name"], _stage_around(event, stages.get(event["tid"], [])))
             spans.setdefault(kind, []).append((event["ts"], event["ts"] + event["dur"]))
     return spans
 
 
-def _stage_around(kernel: dict[str, Any], stages: Sequence[dict[str, Any]]) -> str:
-    """Name of the annotation on the kernel's stream that the kernel lies in; empty if there is none."""
-    for stage in stages:
-        if stage["tid"] == kernel["tid"] and stage["ts"] <= kernel["ts"] <= stage["ts"] + stage["dur"]:
-            return stage["name"]
-    return ""
+def _stages_by_stream(events: Sequence[dict[str, Any]]) -> dict[Any, list[tuple[float, float, str]]]:
+    """(begin, end, stage) of each dispatch and combine on each stream, in order."""
+    found: dict[Any, list[tuple[float, float, str]]] = {}
+    for event in events:
+        stage = str(event.get("name")).split()[-1:]
+        if event.get("ph") == "X" and event.get("cat") == "gpu_user_annotation" and stage and stage[0] in STAGES:
+            found.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"], stage[0]))
+    return {stream: sorted(spans) for stream, spans in found.items()}
+
+
+def _stage_around(kernel: dict[str, Any], stages: Sequence[tuple[float, float, str]]) -> str:
+    """The stage of its stream that the kernel lies in; empty if there is none."""
+    before = bisect_right(stages, (kernel["ts"], float("inf"), ""))
+    return stages[before - 1][2] if before and kernel["ts"] <= stages[before - 1][1] else ""
 
 
 def report(spans: dict[str | None, list[Span]]) -> Iterator[str]:
@@ -96,8 +109,9 @@ def profile_run(flags: Sequence[str]) -> Path:
     folder = Path("runs/profile_overlap")
     window = ["--profile-step-start", str(FIRST_STEP), "--profile-step-end", str(LAST_STEP)]
     more = ["--profile", "--use-pytorch-profiler", "--tensorboard-dir", str(folder), "--train-iters", str(LAST_STEP)]
-    sys.argv = ["pretrain_gpt.py", *flags, *more, *window]
-    streams.set_observer(StageRanges())
+    kept = [flag for flag in flags if flag != "--log-overlap"]
+    sys.argv = ["pretrain_gpt.py", *kept, *more, *window]
+    streams.set_observer(StageRanges())  # the one observer: --log-overlap would take its place
     status = pretrain_gpt.main()
     if status:
         sys.exit(status)

@@ -26,14 +26,18 @@ Batch = dict[str, torch.Tensor]
 def overlapped_model(
     is_shuffled: bool = False, counts_late: bool = False, shadow: bool = False, device: str = "cpu", **fields
 ) -> GPTModel:
-    """Two MoE layers with an exchange double; `shadow` gives them experts that save a byte copy of their input."""
+    """Two MoE layers with an exchange double; `shadow` gives them experts that save a byte copy of their input.
+
+    A dispatcher that is named in `fields` stays as it is.
+    """
     defaults = {"num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_grouped_gemm": True}
     config = moe_config(**{**defaults, "device": device, **fields})
     model = GPTModel(config, get_gpt_decoder_block_spec(config), vocab_size=VOCAB_SIZE, max_sequence_length=MAX_LENGTH)
     if shadow:
         for layer in [module for module in model.modules() if isinstance(module, MoELayer)]:
             layer.experts = ShadowedExperts(layer.experts)
-    use_local_exchange(model, is_shuffled, counts_late)
+    if "moe_token_dispatcher_type" not in fields:
+        use_local_exchange(model, is_shuffled, counts_late)
     return model.to(device)
 
 

@@ -51,6 +51,8 @@ ELEMENTWISE = "tests/gpu_tests/test_elementwise.py"
 FP8 = "tests/gpu_tests/test_fp8.py"
 DISPATCH = "tests/gpu_tests/test_dispatch_benchmark.py"
 OVERLAP = "tests/gpu_tests/test_overlap.py"
+OVERLAP_RUNS = "tests/gpu_tests/test_overlap_runs.py"
+OVERLAP_MEMORY = "tests/gpu_tests/test_overlap_memory.py"
 STREAM_CHECK = "tests/gpu_tests/test_stream_check.py"
 GRAPH = "tests/gpu_tests/test_full_iteration_graph.py"
 GRAPH_FAULTS = "tests/gpu_tests/test_graph_faults.py"
@@ -60,6 +62,8 @@ FUSED_LOSS = "tests/gpu_tests/test_fused_loss.py"
 OWN_PARTS = (
     STREAM_CHECK,
     OVERLAP,
+    OVERLAP_RUNS,
+    OVERLAP_MEMORY,
     LAUNCHES,
     WGRAD,
     TWO_GPUS,
@@ -86,6 +90,9 @@ PARTS = (
     Part("resume", (f"{LAUNCHES}::test_resume_with_dropout_is_bitwise_on_a_gpu",), 120),
     Part("overlap", (OVERLAP, "-k", "not two_gpus"), 120),
     Part("overlap-2", (OVERLAP, "-k", "two_gpus"), 240, num_gpus=2),
+    Part("overlap-share", (OVERLAP_RUNS, "-k", "not captured"), 90),
+    Part("overlap-graph", (OVERLAP_RUNS, "-k", "captured"), 120),
+    Part("overlap-memory", (OVERLAP_MEMORY,), 120),
     Part("stream-check", (STREAM_CHECK,), 90),
     Part("wgrad", (WGRAD, "--deselect", f"{WGRAD}::test_benchmark_sweeps_all_shapes"), 120),
     Part("wgrad-sweep", (f"{WGRAD}::test_benchmark_sweeps_all_shapes",), 120),

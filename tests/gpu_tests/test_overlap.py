@@ -236,7 +236,18 @@ def saved_bytes(model, length):
     return sum(found.values())
 
 
-@pytest.mark.parametrize("fields", [{}, {"is_shuffled": True}, {"shadow": True}], ids=["in order", "shuffled", "bytes"])
+SYMM_MEM = {
+    "moe_token_dispatcher_type": "flex",
+    "moe_flex_dispatcher_backend": "hybridep",
+    "moe_hybridep_engine": "symm_mem",
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"is_shuffled": True}, {"shadow": True}, SYMM_MEM],
+    ids=["in order", "shuffled", "bytes", "symmetric memory"],
+)
 def test_microbatch_in_flight_costs_what_autograd_saved(fields):
     model = gpu_model(hidden_size=1024, moe_ffn_hidden_size=1024, **fields)
     run_microbatches(model, 2)  # workspaces

@@ -11,8 +11,15 @@ def kernel(name, start, duration, stream=7):
     return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": duration, "tid": stream}
 
 
+def stage(name, start, duration, stream):
+    return kernel(name, start, duration, stream) | {"cat": "gpu_user_annotation"}
+
+
 EVENTS = [
-    {"ph": "X", "cat": "gpu_user_annotation", "name": "F 0.1 layer 2 dispatch", "ts": 0, "dur": 500, "tid": 20},
+    stage("ProfilerStep#4", 0, 9000, stream=20),
+    stage("F 0.1 layer 2 dispatch", 0, 500, stream=20),
+    stage("F 0.1 layer 2 dispatch", 4000, 500, stream=20),
+    kernel("ncclDevKernel_SendRecv", 3000, 50, stream=20),
     {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9000, "tid": 1},
     kernel("ncclDevKernel_SendRecv", 100, 200, stream=20),
     kernel("ncclDevKernel_SendRecv", 2000, 100, stream=21),
@@ -25,9 +32,13 @@ EVENTS = [
 @pytest.mark.parametrize(
     ("name", "stage", "kind"),
     [
-        ("ncclDevKernel_SendRecv", "B 0.0 layer 1 combine", "combine"),
+        ("ncclDevKernel_SendRecv", "combine", "combine"),
+        ("ncclDevKernel_AllGather_RING", "dispatch", "dispatch"),
+        ("vectorized_elementwise_kernel", "dispatch", "dispatch"),
         ("ncclDevKernel_SendRecv", "", "send and receive"),
-        ("ncclDevKernel_AllGather_RING", "F 0.0 layer 1 dispatch", "all-gather"),
+        ("ncclDevKernel_AllGather_RING", "", "all-gather"),
+        ("reduce_kernel", "", "symmetric memory"),
+        ("void at::native::reduce_kernel<512, 1>", "", None),
         ("gemm_AllReduce_epilogue", "", None),
     ],
 )
@@ -40,8 +51,8 @@ def test_report_states_time_and_hidden_share():
     assert lines[1:] == [
         ["dispatch", "0.200", "75.0%"],
         ["reduce-scatter", "0.400", "25.0%"],
-        ["send", "and", "receive", "0.100", "0.0%"],
-        ["all", "0.700", "35.7%"],
+        ["send", "and", "receive", "0.150", "0.0%"],
+        ["all", "0.750", "33.3%"],
     ]
 
 

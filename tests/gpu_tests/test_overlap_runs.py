@@ -1,0 +1,156 @@
+"""Runs of the program with the combined schedule on one GPU: what is reported as hidden, and captured steps.
+
+One rank holds all experts, and the kernels of symmetric memory send its rows to itself. The program refuses overlap
+there, as nothing needs to be hidden; a callback switches it on.
+"""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from megatron.core import streams
+from megatron.core.pipeline_parallel.overlap.meter import OverlapMeter
+from megatron.core.streams import Role
+from megatron.training.callbacks.base import Callback
+from megatron.training.callbacks.hidden_share import HiddenShare
+from tests.gpu_tests.test_full_iteration_graph import DROPOUT, GRAPH, MODEL, Disturbances, start
+from tools.profile_overlap import SYMMETRIC_KERNELS, StageRanges, main, read_spans, report
+from tools.run_metrics import parse_state_hashes
+
+__all__ = ["start"]  # a fixture
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SYMM_MEM = (
+    "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-engine symm_mem "
+    "--train-iters {steps} --eval-iters 0 "
+)
+NUM_STEPS = 28  # 3 eager, then replays
+FAST = MODEL.replace("--deterministic-mode --log-state-hash", "").replace("--log-num-zeros-in-grad", "")
+SLEEP_CYCLES = 20_000_000
+"""Some 10 ms."""
+GEMM = ("gemm", "nvjet", "cutlass")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_streams():
+    yield
+    torch.cuda.synchronize()
+    streams.reset()
+
+
+class SwitchOn(Callback):
+    """Lets a run of one rank overlap."""
+
+    def __init__(self, delays_wgrad: bool) -> None:
+        self.delays_wgrad = delays_wgrad
+
+    def on_train_start(self, run):
+        for chunk in run.model:
+            chunk.config.overlap_moe_expert_parallel_comm = True
+            chunk.config.delay_wgrad_compute = self.delays_wgrad
+
+
+# What is known: one sleeping kernel in each stage, beside each other or one after the other.
+
+
+def two_stages(is_hidden: bool) -> None:
+    """A dispatch, and the experts of another microbatch beside or behind it."""
+    with streams.step(torch.device("cuda")):
+        with streams.on(Role.COMM, "F 0.1 layer 2 dispatch"):
+            torch.cuda._sleep(SLEEP_CYCLES)
+            sent = streams.record()
+        with streams.on(Role.COMPUTE, "F 0.0 layer 2 experts"):
+            if not is_hidden:
+                streams.wait(sent)
+            torch.cuda._sleep(SLEEP_CYCLES)
+
+
+@pytest.mark.parametrize(("is_hidden", "least", "most"), [(True, 0.9, 1.0), (False, 0.0, 0.1)])
+def test_meter_and_profile_state_the_share_that_is_hidden(tmp_path, is_hidden, least, most):
+    two_stages(is_hidden)
+    meter = OverlapMeter()
+    streams.set_observer(meter)
+    two_stages(is_hidden)
+    metered = meter.take_share()
+    streams.set_observer(StageRanges())
+    with torch.profiler.profile() as profiler:
+        two_stages(is_hidden)
+        torch.cuda.synchronize()
+    streams.set_observer(None)
+    path = tmp_path / "rank-0.json"
+    profiler.export_chrome_trace(str(path))
+    lines = [line.split() for line in report(read_spans(json.loads(path.read_text())["traceEvents"]))]
+    print(f"hidden: by the meter {metered}, by the profile {lines}")
+    assert least <= metered <= most
+    assert [line[0] for line in lines] == ["communication", "dispatch", "all"]
+    assert 100 * least <= float(lines[1][2].rstrip("%")) <= 100 * most
+
+
+# What a run reports.
+
+SIZES = (
+    "--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --seq-length 2048 --max-position-embeddings 2048 "
+    "--moe-ffn-hidden-size 768 --num-experts 16 --micro-batch-size 2 --global-batch-size 8 "
+    "--attention-dropout 0 --hidden-dropout 0 "
+)
+
+
+def test_run_under_the_profiler_is_reported(start, tmp_path, capsys):
+    window = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5 "
+    streams.set_observer(StageRanges())
+    flags = f"{SYMM_MEM.format(steps=5)}{SIZES}{window}--tensorboard-dir {tmp_path} "
+    start(flags, [SwitchOn(delays_wgrad=True)], FAST)
+    (path,) = tmp_path.glob("**/rank-0.json")
+    assert main([str(path)]) == 0
+    text = capsys.readouterr().out
+    print(text)
+    kinds = {line.split()[0]: line.split()[1:] for line in text.splitlines()[2:]}
+    assert {"dispatch", "combine", "all"} <= set(kinds)
+    for kind in ("dispatch", "combine", "all"):
+        assert float(kinds[kind][0]) > 0
+        assert 0 < float(kinds[kind][1].rstrip("%")) <= 100
+    kernels = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "kernel"]
+    named = {name: {k["tid"] for k in kernels if k["name"] == name} for name in SYMMETRIC_KERNELS}
+    (comm,) = set().union(*named.values())
+    assert all(named[name] for name in ("push_kernel", "wait_kernel", "expand_kernel", "reduce_kernel", "add_kernel"))
+    assert comm not in {k["tid"] for k in kernels if any(part in k["name"] for part in GEMM)}
+
+
+def test_share_is_logged_eagerly_and_not_under_a_graph(start):
+    flags = SYMM_MEM.format(steps=8) + SIZES
+    logs = [start(flags + graph, [SwitchOn(True), HiddenShare()], FAST)[1] for graph in ("", GRAPH)]
+    shares = [
+        [float(line.split("hidden communication:")[1].split()[0]) for line in log.splitlines() if "hidden comm" in line]
+        for log in logs
+    ]
+    print(f"hidden share by step: eager {shares[0]}, around a graph {shares[1]}")
+    assert len(shares[0]) >= 6
+    assert all(0.0 <= share <= 1.0 for share in shares[0])
+    assert max(shares[0]) > 0.0
+    assert len(shares[1]) <= 4  # of the eager steps before the capture
+
+
+# Captured steps.
+
+
+@pytest.mark.parametrize("dropout", DROPOUT)
+def test_captured_overlap_trains_the_bits_of_eager_steps_without_it(start, dropout):
+    flags = SYMM_MEM.format(steps=NUM_STEPS) + DROPOUT[dropout]
+    expected = parse_state_hashes(start(flags)[1])
+    assert len(expected) == NUM_STEPS
+    assert parse_state_hashes(start(flags)[1]) == expected, "not deterministic: nothing can be compared"
+    for delays_wgrad, graph in itertools.product((False, True), ("", GRAPH)):
+        run, log = start(flags + graph, [Disturbances(), SwitchOn(delays_wgrad)])
+        counters = dict(run.counters)
+        print(f"delays_wgrad={delays_wgrad} {graph}: {counters}")
+        hashes = parse_state_hashes(log)
+        wrong = [step for step in expected if hashes.get(step) != expected[step]]
+        assert not wrong, f"delays_wgrad={delays_wgrad} {graph}: state differs from step {wrong[0]} on"
+        assert counters["pairs overlapped"] > 0
+        assert (counters["wgrads deferred"] > 0) == delays_wgrad
+        assert counters.get("graph replays", 0) >= (NUM_STEPS - 4 if graph else 0)
