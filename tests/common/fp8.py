@@ -9,6 +9,9 @@ from megatron.core.fp8.quantize import Operand
 COUNTS = ((128, 0, 128), None, (0, 0, 0))
 """Rows per expert; None for a dense layer."""
 
+UNEVEN = (48, 0, 16, 0, 96, 64)
+"""Rows per expert where tiles of kernels hold several; not for blocks."""
+
 SPARE = 32
 """Rows behind the last expert's, which hold NaN."""
 

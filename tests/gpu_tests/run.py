@@ -99,6 +99,7 @@ PARTS = (
     Part("permute", (PERMUTE,), 120),
     Part("elementwise", (ELEMENTWISE,), 60),
     Part("fp8", (FP8, "-k", "not benchmark"), 120),
+    Part("fp8-quantise", (FP8, "-k", "benchmark_times"), 90),
     Part("fp8-speed", (FP8, "-k", "benchmark_prints"), 120),
     Part("fp8-sweep", (FP8, "-k", "benchmark_sweeps"), 120),
     Part("symm-mem", (SYMM_MEM, "-k", "not rounds and not definition"), 120),

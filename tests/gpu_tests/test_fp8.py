@@ -9,8 +9,9 @@ import torch
 from megatron.core.fp8.gemm import add_grouped_wgrad, grouped_matmul, matmul
 from megatron.core.fp8.layer_state import Fp8LayerState, Fp8Setup
 from megatron.core.fp8.linear import fp8_grouped_linear, fp8_linear
-from megatron.core.fp8.operand import quantize_activation, quantize_weight, tensor_amax
-from megatron.core.fp8.plain_operand import plain_activation, plain_amax, plain_weight
+from megatron.core.fp8.operand import quantize_activation, quantize_weight
+from megatron.core.fp8.plain_operand import factor_from_history, plain_activation, plain_amax, plain_weight
+from megatron.core.fp8.quantize import AmaxHistory
 from megatron.core.fp8.recipes import RECIPES, gradient_dtype
 from tests.common.fp8 import COUNTS, activation, ends_of, parts_of, same_bits, weights
 from tools.benchmark import fp8 as benchmark
@@ -33,9 +34,17 @@ def normal(*shape, seed=0, dtype=torch.bfloat16):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
 
 
-def factor_for(name):
-    """What the history of delayed scaling would give."""
-    return torch.tensor(37.5) if RECIPES[name].uses_history else None
+def history_for(name, device, past=12.0):
+    """What a recipe knows of earlier steps."""
+    if not RECIPES[name].uses_history:
+        return None
+    return AmaxHistory(torch.tensor(past, device=device), torch.zeros((), device=device), margin=1)
+
+
+def factor_for(name, values, dtype, ends=None, past=12.0):
+    """What the plain form multiplies by, if a history tells."""
+    history = history_for(name, "cpu", past)
+    return None if history is None else factor_from_history(values, dtype, history, ends)
 
 
 def on_gpu(tensor):
@@ -54,8 +63,9 @@ def relative(got, want):
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_activations_have_the_bits_of_the_cpu(name, fp8_format, source, counts, bad):
     values, recipe, dtype = activation(counts, source, bad=bad), RECIPES[name], DTYPES[fp8_format]
-    want = plain_activation(values, recipe, dtype, ends_of(counts), factor_for(name))
-    got = quantize_activation(values.cuda(), recipe, dtype, on_gpu(ends_of(counts)), on_gpu(factor_for(name)))
+    ends = ends_of(counts)
+    want = plain_activation(values, recipe, dtype, ends, factor_for(name, values, dtype, ends))
+    got = quantize_activation(values.cuda(), recipe, dtype, on_gpu(ends), history_for(name, "cuda"))
     assert same_bits(parts_of(got), parts_of(want)) == []
 
 
@@ -63,24 +73,22 @@ def test_activations_have_the_bits_of_the_cpu(name, fp8_format, source, counts, 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_have_the_bits_of_the_cpu(name, shape):
     weight, recipe = weights(*shape), RECIPES[name]
-    want = plain_weight(weight, recipe, E4M3, factor_for(name))
-    got = quantize_weight(weight.cuda(), recipe, E4M3, on_gpu(factor_for(name)))
+    want = plain_weight(weight, recipe, E4M3, factor_for(name, weight, E4M3))
+    got = quantize_weight(weight.cuda(), recipe, E4M3, history_for(name, "cuda"))
     assert same_bits(parts_of(got), parts_of(want)) == []
 
 
+@pytest.mark.parametrize("past", [0.0, 0.5])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_large_matrix_has_the_bits_of_the_cpu(name):
-    counts = [128 * (i % 5) for i in range(16)]
-    values = normal(sum(counts), 2048, seed=3).cpu()
-    want = plain_activation(values, RECIPES[name], E4M3, ends_of(counts))
-    got = quantize_activation(values.cuda(), RECIPES[name], E4M3, ends_of(counts, "cuda"))
+def test_a_large_matrix_has_the_bits_of_the_cpu(name, past):
+    counts, recipe = [16 * (5 * i % 23) * (8 if name == "blockwise" else 1) for i in range(16)], RECIPES[name]
+    values, ends = normal(sum(counts), 2048, seed=3).cpu(), ends_of(counts)
+    want = plain_activation(values, recipe, E4M3, ends, factor_for(name, values, E4M3, ends, past))
+    history = history_for(name, "cuda", past)
+    got = quantize_activation(values.cuda(), recipe, E4M3, on_gpu(ends), history)
     assert same_bits(parts_of(got), parts_of(want)) == []
-
-
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_amax_is_that_of_the_cpu(counts):
-    values = activation(counts, torch.bfloat16)
-    assert tensor_amax(values.cuda(), on_gpu(ends_of(counts))).cpu() == plain_amax(values, ends_of(counts))
+    if history is not None:
+        assert history.noted.cpu() == plain_amax(values, ends)
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -253,9 +261,13 @@ def test_only_codes_stay_between_forward_and_backward(name):
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("words", [["--what", "quantise"], ["--what", "products"]], ids=["quantise", "products"])
-def test_benchmark_prints_the_speed(words):
-    assert benchmark.main([*words, *FOLDER]) == 0
+def test_benchmark_prints_the_speed():
+    assert benchmark.main(["--what", "products", *FOLDER]) == 0
+
+
+@pytest.mark.parametrize("what", ["quantise", "casts"])
+def test_benchmark_times_quantisers(what):
+    assert benchmark.main(["--what", what, *FOLDER]) == 0
 
 
 def test_benchmark_sweeps_cuts():

@@ -1,11 +1,13 @@
 """Speed of FP8 on a GPU: quantisers beside a copy, the experts' grouped products in TFLOP/s.
 
     python tools/benchmark/fp8.py --what quantise     bytes read and written per second, and the share of a copy's
+    python tools/benchmark/fp8.py --what casts        the same for cuts of the kernel that casts
     python tools/benchmark/fp8.py --what products     forward, dgrad, wgrad per recipe and format, fast and precise
     python tools/benchmark/fp8.py --what sweep        cuts of our kernels
 
-Variants of a shape are timed in turn, one call each, and medians are reported. Products take operands that are
-quantised already. Writes fp8-<what>.json into docs/evidence/benchmarks or --folder.
+Variants of a shape are timed in turn, one call each, and medians are reported; quantisers and copies are replayed from
+graphs of some launches, as in a captured step, so that the host's launches are not what is timed. Products take
+operands that are quantised already. Writes fp8-<what>.json into docs/evidence/benchmarks or --folder.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.core.fp8.gemm import add_grouped_wgrad, grouped_matmul, with_spread_scale
 from megatron.core.fp8.operand import quantize_activation, quantize_weight
-from megatron.core.fp8.recipes import RECIPES
+from megatron.core.fp8.quantize import AmaxHistory
+from megatron.core.fp8.recipes import RECIPES, Scaling
 from megatron.core.fusions.fp8_grouped_gemm import Cut, grouped_rows_product, grouped_wgrad_product
+from megatron.core.fusions.fp8_quantize import CastCut, Given, Mode, cast
 from tools.benchmark.grouped_gemm import SHAPES, Shape, group_sizes, operands, runs, time_in_turn
 from tools.benchmark.result import ROOT, write_result
 
@@ -34,6 +38,24 @@ FORMATS = {"e4m3": E4M3, "hybrid": E5M2}
 RECIPES_TIMED = ("tensorwise", "rowwise", "blockwise")
 """Delayed scaling runs the products of tensorwise scaling."""
 QUANTISED_SIZES = ((131072, 2048), (131072, 1536), (16384, 4096), (16384, 28672))
+LAUNCHES = 5
+"""of a quantiser in one timed graph"""
+BOTH_CUTS = (
+    CastCut(),
+    CastCut(max_registers=None),
+    CastCut(band=1),
+    CastCut(band=64),
+    CastCut(num_warps=4, max_registers=None),
+    CastCut(high=16, num_warps=4),
+    CastCut(high=16),
+    CastCut(columns=64, num_warps=4),
+)
+ROW_CUTS_OF_CAST = (
+    CastCut(high=16, num_warps=4, band=1),
+    CastCut(high=32, low=1, num_warps=4),
+    CastCut(high=16, low=2),
+)
+CAST_CUTS = BOTH_CUTS + ROW_CUTS_OF_CAST
 SWEEP_SHAPES = ("A fc1", "A fc2", "B fc1", "C fc1")
 ROW_CUTS = (
     Cut(),
@@ -141,46 +163,106 @@ def time_sweep(kind: str, shapes: list[str]) -> dict[str, Any]:
     return results
 
 
+def replayed(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """A graph of `LAUNCHES` calls, which the host's speed does not slow down."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(LAUNCHES):
+            call()
+    return graph
+
+
+def time_replayed(calls: dict[str, Callable[[], Any]], moved: dict[str, float], title: str) -> dict[str, Any]:
+    """{call: {ms, bytes, gb_per_s, of_copy}}; the call "copy" is the measure."""
+    graphs = {name: replayed(call) for name, call in calls.items()}
+    found: dict[str, Any] = {}
+    for name, times in time_in_turn({name: graph.replay for name, graph in graphs.items()}, repeats=10).items():
+        median = statistics.median(times) / LAUNCHES
+        speed = moved[name] / median / 1e6
+        found[name] = {"ms": median, "bytes": moved[name], "gb_per_s": speed, "times_ms": times}
+        found[name]["of_copy"] = speed / found["copy"]["gb_per_s"]
+        print(f"{title} {speed:6.0f} GB/s {median:7.3f} ms {found[name]['of_copy']:.2f} of a copy  {name}", flush=True)
+    return found
+
+
+def matrix(rows: int, columns: int) -> torch.Tensor:
+    """Normal numbers bf16 [rows, columns]."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    return torch.randn(rows, columns, generator=generator, device="cuda").to(torch.bfloat16)
+
+
+def history() -> AmaxHistory:
+    """What a delayed recipe knows after some steps."""
+    return AmaxHistory(torch.full((), 4.0, device="cuda"), torch.zeros((), device="cuda"))
+
+
 def time_quantisers() -> dict[str, Any]:
-    """{size: {recipe direction: {ms, gb_per_s, of_copy}}}; bytes are those that must be read once and written once."""
+    """{size: {recipe direction: ...}}; bytes are those that have to move.
+
+    An element is 2 bytes, its code 1. Scales of whole tensors or rows need a reading of their own, unless a history
+    knows them; those of blocks come with the cast, and are 4 bytes for 128 elements and orientation.
+    """
     results: dict[str, Any] = {}
     for rows, columns in QUANTISED_SIZES:
-        generator = torch.Generator("cuda").manual_seed(0)
-        values = torch.randn(rows, columns, generator=generator, device="cuda").to(torch.bfloat16)
-        copy, factor = torch.empty_like(values), torch.ones((), device="cuda")
+        values = matrix(rows, columns)
+        copy, count = torch.empty_like(values), values.numel()
         ends = torch.arange(1, 9, device="cuda", dtype=torch.int32) * (rows // 8)
         calls: dict[str, Callable[[], Any]] = {"copy": partial(copy.copy_, values)}
-        moved = {"copy": 4 * values.numel()}
-        for name in RECIPES:
-            spec = RECIPES[name]
-            given = factor if spec.uses_history else None
-            calls[f"{name} both"] = partial(quantize_activation, values, spec, E4M3, ends, given)
-            calls[f"{name} row"] = partial(quantize_activation, values, spec, E4M3, ends, given, by_column=False)
-            moved |= {f"{name} both": 4 * values.numel(), f"{name} row": 3 * values.numel()}
-        found: dict[str, Any] = {}
-        for name, times in time_in_turn(calls).items():
-            median = statistics.median(times)
-            speed = moved[name] / median / 1e6
-            found[name] = {"ms": median, "gb_per_s": speed, "times_ms": times}
-            found[name]["of_copy"] = speed / found["copy"]["gb_per_s"]
-            share = f"{found[name]['of_copy']:.2f} of a copy"
-            print(f"{rows}x{columns} {speed:6.0f} GB/s {median:7.3f} ms {share}  {name}", flush=True)
-        results[f"{rows}x{columns}"] = found
+        moved: dict[str, float] = {"copy": 4 * count}
+        for name, spec in RECIPES.items():
+            given = history() if spec.uses_history else None
+            has_one_pass = spec.uses_history or spec.scaling is Scaling.BLOCK
+            scales = count / 32 if spec.scaling is Scaling.BLOCK else 0
+            for direction, options, orientations in (("both", {}, 2), ("row", {"by_column": False}, 1)):
+                call = partial(quantize_activation, values, spec, E4M3, ends, given, **options)
+                calls[f"{name} {direction}"] = call
+                moved[f"{name} {direction}"] = (2 if has_one_pass else 4) * count + orientations * (count + scales)
+        results[f"{rows}x{columns}"] = time_replayed(calls, moved, f"{rows}x{columns}")
     return results
+
+
+def time_casts() -> dict[str, Any]:
+    """{size: {mode direction cut: ...}}: the casting kernel alone with every cut."""
+    results: dict[str, Any] = {}
+    for rows, columns in QUANTISED_SIZES[:1] + QUANTISED_SIZES[-1:]:
+        values = matrix(rows, columns)
+        copy, count, known = torch.empty_like(values), values.numel(), history()
+        lines = Given(rows=torch.ones(1, rows, device="cuda"), columns=torch.ones(1, columns, device="cuda"))
+        amax = torch.zeros(1, dtype=torch.int32, device="cuda")
+        given = {Mode.MATRIX: Given(amax, known.past, known.noted), Mode.LINES: lines, Mode.STRIPS: Given()}
+        calls: dict[str, Callable[[], Any]] = {"copy": partial(copy.copy_, values)}
+        moved: dict[str, float] = {"copy": 4 * count}
+        for mode, known_of_mode in given.items():
+            for cut in CAST_CUTS:
+                by_column = cut in BOTH_CUTS
+                if mode is Mode.STRIPS and (cut.columns != 128 or (by_column and cut.high * cut.low != 128)):
+                    continue
+                name = f"{mode.name} {'both' if by_column else 'row'} {cut}"
+                call = partial(cast, values.unsqueeze(0), E4M3, mode, known_of_mode, by_column=by_column, cut=cut)
+                if runs(name, call):
+                    calls[name], moved[name] = call, (4 if by_column else 3) * count
+        found = time_replayed(calls, moved, f"{rows}x{columns}")
+        results[f"{rows}x{columns}"] = dict(sorted(found.items(), key=lambda item: (item[0][:9], item[1]["ms"])))
+    return results
+
+
+QUANTISERS = {"quantise": time_quantisers, "casts": time_casts}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", choices=("quantise", "products", "sweep"), required=True)
+    parser.add_argument("--what", choices=(*QUANTISERS, "products", "sweep"), required=True)
     parser.add_argument("--groups", choices=("even", "random"), default="even", help="sizes of the groups")
     parser.add_argument("--shapes", nargs="+", default=[shape.name for shape in SHAPES], metavar="NAME")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "evidence" / "benchmarks", help="of the result")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a GPU")
-    if args.what == "quantise":
-        results = time_quantisers()
+    if args.what in QUANTISERS:
+        results = QUANTISERS[args.what]()
     else:
         results = (time_products if args.what == "products" else time_sweep)(args.groups, args.shapes)
     write_result(args.folder / f"fp8-{args.what}.json", results)

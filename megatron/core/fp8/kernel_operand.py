@@ -1,29 +1,21 @@
 """The form of `operand` with kernels: one reading for the amaxes where they are needed, one for the codes.
 
+    blocks, and delayed scaling with a history     one reading
+    tensors, rows                                  two
+
 Legend: R rows (tokens), C columns (features), m matrices, n experts, N outputs of a weight.
 """
 
-from typing import NamedTuple, TypeVar
-
 import torch
 
-from megatron.core.fp8.quantize import Operand, Quantized, factor_of
+from megatron.core.fp8.quantize import AmaxHistory, Operand, Quantized, max_code
 from megatron.core.fp8.recipes import Fp8RecipeSpec, Scaling
-from megatron.core.fusions.fp8_quantize import BLOCK, Factors, Mode, Owners, amaxes, cast
+from megatron.core.fusions.fp8_amax import line_amaxes, line_factors, matrix_amax
+from megatron.core.fusions.fp8_quantize import BLOCK, Given, Mode, cast
 
 ACTIVATION_MODES = {Scaling.TENSOR: Mode.MATRIX, Scaling.ROW: Mode.LINES, Scaling.BLOCK: Mode.STRIPS}
 WEIGHT_MODES = {Scaling.TENSOR: Mode.MATRIX, Scaling.ROW: Mode.LINES, Scaling.BLOCK: Mode.SQUARES}
 BLOCKS = {Mode.MATRIX: None, Mode.LINES: None, Mode.STRIPS: (1, BLOCK), Mode.SQUARES: (BLOCK, BLOCK)}
-
-T = TypeVar("T")
-
-
-class _Scales(NamedTuple):
-    """What is known before the cast."""
-
-    factors: Factors
-    rows: torch.Tensor | None = None
-    columns: torch.Tensor | None = None
 
 
 def kernel_activation(
@@ -31,104 +23,84 @@ def kernel_activation(
     recipe: Fp8RecipeSpec,
     dtype: torch.dtype,
     ends: torch.Tensor | None = None,
-    factor: torch.Tensor | None = None,
+    history: AmaxHistory | None = None,
     by_row: bool = True,
     by_column: bool = True,
 ) -> Operand:
-    """`quantize_activation`: values [R, C], ends int [n] or None, factor fp32 [] or None."""
-    mode, owners = ACTIVATION_MODES[recipe.scaling], _owners(values, ends)
-    wide = _quantize(values.unsqueeze(0), mode, dtype, factor, owners, by_row=by_row, by_column=by_column)
-    return _of_one_matrix(wide, mode)
+    """`quantize_activation`: values [R, C] with at least one element, ends int32 [n] or None."""
+    mode = ACTIVATION_MODES[recipe.scaling]
+    return _quantize(_with_unit_stride(values).unsqueeze(0), mode, dtype, history, ends, by_row, by_column)
 
 
 def kernel_weight(
-    weight: torch.Tensor, recipe: Fp8RecipeSpec, dtype: torch.dtype, factor: torch.Tensor | None = None
+    weight: torch.Tensor, recipe: Fp8RecipeSpec, dtype: torch.dtype, history: AmaxHistory | None = None
 ) -> Operand:
-    """`quantize_weight`: [N, C] or [n, N, C], factor fp32 [] or None."""
+    """`quantize_weight`: [N, C] or [n, N, C]."""
     mode = WEIGHT_MODES[recipe.scaling]
     if weight.dim() == 3:
-        return _quantize(weight, mode, dtype, factor)
-    return _of_one_matrix(_quantize(weight.unsqueeze(0), mode, dtype, factor), mode)
+        return _quantize(_with_unit_stride(weight), mode, dtype, history, is_one=False)
+    return _quantize(_with_unit_stride(weight).unsqueeze(0), mode, dtype, history)
 
 
-def kernel_amax(values: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
-    """`tensor_amax`: values [R, C] or [n, N, C], ends int [n] or None -> fp32 []."""
-    matrices = values if values.dim() == 3 else values.unsqueeze(0)
-    found = _known(amaxes(matrices, by_line=False, owners=_owners(values, ends)).matrix)
-    # as integers, whose order is that of magnitudes, a NaN is not lost
-    return found.view(torch.int32).amax().view(torch.float32)
-
-
-def _owners(values: torch.Tensor, ends: torch.Tensor | None) -> Owners | None:
-    """Experts of the rows of values [R, C]; ends int [n]."""
-    if ends is None:
-        return None
-    rows = torch.arange(values.shape[0], device=values.device, dtype=ends.dtype)
-    return Owners(torch.searchsorted(ends, rows, right=True, out_int32=True), ends.numel())
+def _with_unit_stride(values: torch.Tensor) -> torch.Tensor:
+    """Values [..., C] whose rows are contiguous; a copy if they are not."""
+    return values if values.stride(-1) == 1 else values.contiguous()
 
 
 def _quantize(
     values: torch.Tensor,
     mode: Mode,
     dtype: torch.dtype,
-    factor: torch.Tensor | None = None,
-    owners: Owners | None = None,
-    *,
+    history: AmaxHistory | None = None,
+    ends: torch.Tensor | None = None,
     by_row: bool = True,
     by_column: bool = True,
+    *,
+    is_one: bool = True,
 ) -> Operand:
-    """Quantise values [m, R, C]; factor fp32 [] or None."""
-    scales = _Scales(Factors())
+    """Quantise values [m, R, C]; with `is_one` m is 1, and the operand is of [R, C]."""
+    given, scales = Given(), (None, None)
     if mode is Mode.MATRIX:
-        scales = _matrix_scales(values, dtype, factor, owners)
+        given = _given_matrices(values, history, ends)
     elif mode is Mode.LINES:
-        scales = _line_scales(values, dtype, owners, by_column)
-    codes = cast(values, dtype, mode, scales.factors, owners, by_row=by_row, by_column=by_column)
-    rows = columns = None
-    if codes.rows is not None:
-        rows = Quantized(codes.rows, _known(codes.row_scale, scales.rows), BLOCKS[mode])
-    if codes.columns is not None:
-        columns = Quantized(codes.columns, _known(codes.column_scale, scales.columns), BLOCKS[mode])
-    return Operand(rows, columns)
+        given, scales = _given_lines(values, dtype, ends, by_row, by_column)
+    codes = cast(values, dtype, mode, given, ends, by_row=by_row, by_column=by_column)
+    made = codes.row_scale, codes.column_scale
+    row_scale, column_scale = (lines if one is None else one for one, lines in zip(made, scales, strict=True))
+    rows = _line_up(codes.rows, row_scale, mode, is_one)
+    return Operand(rows, _line_up(codes.columns, column_scale, mode, is_one))
 
 
-def _matrix_scales(
-    values: torch.Tensor, dtype: torch.dtype, factor: torch.Tensor | None, owners: Owners | None
-) -> _Scales:
-    """One scale for each of values [m, R, C], as [m, 1, 1]; factor fp32 [] serves all."""
-    if factor is None:
-        factor = factor_of(_known(amaxes(values, by_line=False, owners=owners).matrix), dtype)
-    scale = factor.reciprocal().expand(len(values)).view(-1, 1, 1)
-    return _Scales(Factors(matrix=factor.expand(len(values)).contiguous()), scale, scale)
+def _given_matrices(values: torch.Tensor, history: AmaxHistory | None, ends: torch.Tensor | None) -> Given:
+    """What is known of values [m, R, C] that share a scale; a history serves all of them."""
+    if history is None:
+        return Given(matrix_amax(values, ends))
+    present = matrix_amax(values, ends, history.past, is_shared=True)
+    return Given(present, history.past, history.noted, history.margin)
 
 
-def _line_scales(values: torch.Tensor, dtype: torch.dtype, owners: Owners | None, by_column: bool) -> _Scales:
-    """Scales of values [m, R, C] by row [m, R, 1] and by column [m, C, 1], or [1, n, C] within experts."""
-    found = amaxes(values, by_line=True, by_column=by_column, owners=owners)
-    rows = factor_of(_known(found.rows), dtype)
-    if found.columns is None:
-        return _Scales(Factors(rows=rows), rows.reciprocal().unsqueeze(-1))
-    columns = factor_of(found.columns, dtype)
-    scale = columns.reciprocal()
-    if owners is None:
-        return _Scales(Factors(rows=rows, columns=columns), rows.reciprocal().unsqueeze(-1), scale.unsqueeze(-1))
-    table = torch.cat([columns, torch.ones_like(columns[:1])])  # the rows behind the last expert
-    return _Scales(Factors(rows=rows, columns=table), rows.reciprocal().unsqueeze(-1), scale.unsqueeze(0))
+def _given_lines(
+    values: torch.Tensor, dtype: torch.dtype, ends: torch.Tensor | None, by_row: bool, by_column: bool
+) -> tuple[Given, tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """Factors of the lines of values [m, R, C], and their scales [m, R, 1] and [m, C, 1], or [1, n, C] in experts."""
+    of_rows, of_columns = line_amaxes(values, ends, by_row, by_column)
+    rows = columns = row_scale = column_scale = None
+    if of_rows is not None:
+        rows, row_scale = line_factors(of_rows, max_code(dtype))
+        row_scale = row_scale.unsqueeze(-1)
+    if of_columns is not None:
+        columns, column_scale = line_factors(of_columns, max_code(dtype))
+        column_scale = column_scale.unsqueeze(-1 if ends is None else 0)
+    return Given(rows=rows, columns=columns), (row_scale, column_scale)
 
 
-def _of_one_matrix(wide: Operand, mode: Mode) -> Operand:
-    """Drop the first dimension of codes [1, R, C] and of their scales; that of a matrix becomes []."""
-
-    def only(part: Quantized | None) -> Quantized | None:
-        if part is None:
-            return None
-        scale = part.scale.squeeze(0)
-        return Quantized(part.codes.squeeze(0), scale.view(()) if mode is Mode.MATRIX else scale, part.block)
-
-    return Operand(only(wide.rows), only(wide.columns))
-
-
-def _known(*options: T | None) -> T:
-    """Return the one that is there."""
-    (found,) = [option for option in options if option is not None]
-    return found
+def _line_up(codes: torch.Tensor | None, scale: torch.Tensor | None, mode: Mode, is_one: bool) -> Quantized | None:
+    """Codes [m, R, C] with their scales as `Quantized` holds them."""
+    if codes is None:
+        return None
+    assert scale is not None, "codes without scales"
+    if mode is Mode.MATRIX:
+        scale = scale.view(()) if is_one else scale.view(-1, 1, 1)
+    elif is_one:
+        scale = scale.squeeze(0)
+    return Quantized(codes.squeeze(0) if is_one else codes, scale, BLOCKS[mode])

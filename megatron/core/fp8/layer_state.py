@@ -20,8 +20,8 @@ import torch
 from megatron.core.configs.fp8 import Fp8Config
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.errors import ConfigError
-from megatron.core.fp8.operand import quantize_weight, tensor_amax
-from megatron.core.fp8.quantize import Operand, factor_of
+from megatron.core.fp8.operand import quantize_weight
+from megatron.core.fp8.quantize import AmaxHistory, Operand
 from megatron.core.fp8.recipes import FORWARD_DTYPE, Fp8RecipeSpec, gradient_dtype, recipe_spec
 from megatron.core.utils.stacked import stacked
 
@@ -64,26 +64,17 @@ class Fp8LayerState(torch.nn.Module):
         """Codes of the one weight [o, i] of a dense layer, or of the n weights of a grouped one as [n, o, i]."""
         if self._weight is None:
             matrix = (stacked(weights) if is_grouped else weights[0]).detach()
-            self._weight = quantize_weight(matrix, self.setup.recipe, FORWARD_DTYPE, self.factor(WEIGHT, matrix))
+            self._weight = quantize_weight(matrix, self.setup.recipe, FORWARD_DTYPE, self.history(WEIGHT))
         return self._weight
 
-    def factor(self, operand: int, values: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Factor fp32 [] of an operand with values [...] under delayed scaling, else None; notes its amax.
-
-        Rows of values [R, C] behind the last of ends int [n] are undefined and not looked at.
-
-        Host: no synchronisation.
-        """
+    def history(self, operand: int) -> AmaxHistory | None:
+        """What delayed scaling knows of an operand; None for recipes without a history."""
         if self.amax_history is None:
             return None
         assert self.step_amax is not None, "a history without a place for the step's amax"
-        amax = tensor_amax(values, ends)
-        noted = self.step_amax[operand]
-        noted.copy_(torch.maximum(noted, amax))
         seen = self.amax_history[:, operand]
         past = seen.amax() if self.setup.takes_largest else seen[0]
-        dtype = self.setup.gradient_dtype if operand == GRADIENT else FORWARD_DTYPE
-        return factor_of(torch.where(past > 0, past, amax), dtype, self.setup.margin)
+        return AmaxHistory(past, self.step_amax[operand], self.setup.margin)
 
     def step_amaxes(self) -> torch.Tensor | None:
         """Amaxes of this step fp32 [3], for the maximum over the ranks; None without a history."""

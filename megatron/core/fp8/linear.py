@@ -109,8 +109,8 @@ class _Fp8Linear(torch.autograd.Function):
         recipe = state.setup.recipe
         needs_wgrad = any(ctx.needs_input_grad[4:])
         saves_codes = needs_wgrad and state.setup.quantizes_wgrad
-        factor = state.factor(INPUT, rows, ends)
-        inputs = quantize_activation(rows, recipe, FORWARD_DTYPE, ends, factor, by_column=saves_codes)
+        history = state.history(INPUT)
+        inputs = quantize_activation(rows, recipe, FORWARD_DTYPE, ends, history, by_column=saves_codes)
         matrix = state.weight(weights, is_grouped=ends is not None)
         ctx.sink, ctx.state, ctx.dtype = sink, state, rows.dtype
         kept = (inputs.by_column.codes, inputs.by_column.scale) if saves_codes else (None, None)
@@ -123,9 +123,9 @@ class _Fp8Linear(torch.autograd.Function):
         (grad,) = grads
         ends, weight_codes, weight_scale, row_codes, row_scale, rows = ctx.saved_tensors
         setup, needed = ctx.state.setup, ctx.needs_input_grad[4:]
-        factor = ctx.state.factor(GRADIENT, grad, ends)
+        history = ctx.state.history(GRADIENT)
         uses_codes = any(needed) and setup.quantizes_wgrad
-        outputs = quantize_activation(grad, setup.recipe, setup.gradient_dtype, ends, factor, by_column=uses_codes)
+        outputs = quantize_activation(grad, setup.recipe, setup.gradient_dtype, ends, history, by_column=uses_codes)
         grad_rows = None
         if ctx.needs_input_grad[2]:
             matrix = Quantized(weight_codes, weight_scale, setup.recipe.weight_block)

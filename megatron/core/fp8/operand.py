@@ -14,9 +14,9 @@ Legend: R rows (tokens), C columns (features), n experts, N outputs of a weight.
 
 import torch
 
-from megatron.core.fp8.kernel_operand import kernel_activation, kernel_amax, kernel_weight
-from megatron.core.fp8.plain_operand import plain_activation, plain_amax, plain_weight
-from megatron.core.fp8.quantize import Operand
+from megatron.core.fp8.kernel_operand import kernel_activation, kernel_weight
+from megatron.core.fp8.plain_operand import factor_from_history, plain_activation, plain_weight
+from megatron.core.fp8.quantize import AmaxHistory, Operand
 from megatron.core.fp8.recipes import Fp8RecipeSpec
 from megatron.core.fusions.fp8_quantize import has_quantize_kernels
 
@@ -26,31 +26,34 @@ def quantize_activation(
     recipe: Fp8RecipeSpec,
     dtype: torch.dtype,
     ends: torch.Tensor | None = None,
-    factor: torch.Tensor | None = None,
+    history: AmaxHistory | None = None,
     by_row: bool = True,
     by_column: bool = True,
 ) -> Operand:
     """Quantise inputs or gradients.
 
-    Shapes: values [R, C], factor fp32 [] for recipes with a history, ends int [n] (row ends of the experts) or None.
+    Shapes: values [R, C], ends int32 [n] (row ends of the experts) or None; a history for recipes that have one.
     Host:   no synchronisation.
     """
-    form = kernel_activation if has_quantize_kernels(values) else plain_activation
-    return form(values, recipe, dtype, ends, factor, by_row, by_column)
+    if _uses_kernels(values):
+        return kernel_activation(values, recipe, dtype, ends, history, by_row, by_column)
+    factor = None if history is None else factor_from_history(values, dtype, history, ends)
+    return plain_activation(values, recipe, dtype, ends, factor, by_row, by_column)
 
 
 def quantize_weight(
-    weight: torch.Tensor, recipe: Fp8RecipeSpec, dtype: torch.dtype, factor: torch.Tensor | None = None
+    weight: torch.Tensor, recipe: Fp8RecipeSpec, dtype: torch.dtype, history: AmaxHistory | None = None
 ) -> Operand:
     """Quantise a weight [N, C], or the weights [n, N, C] of n experts, each with scales of its own.
 
-    `factor` fp32 [] comes from the history of a recipe that has one, and then serves all experts.
+    A history serves all experts.
     """
-    form = kernel_weight if has_quantize_kernels(weight) else plain_weight
-    return form(weight, recipe, dtype, factor)
+    if _uses_kernels(weight):
+        return kernel_weight(weight, recipe, dtype, history)
+    factor = None if history is None else factor_from_history(weight, dtype, history)
+    return plain_weight(weight, recipe, dtype, factor)
 
 
-def tensor_amax(values: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
-    """Largest magnitude fp32 [] of values [R, C] or [n, N, C], without what lies behind the last of ends int [n]."""
-    form = kernel_amax if has_quantize_kernels(values) else plain_amax
-    return form(values, ends)
+def _uses_kernels(values: torch.Tensor) -> bool:
+    """True if kernels quantise values [...]: there is nothing to launch for none."""
+    return values.numel() > 0 and has_quantize_kernels(values)

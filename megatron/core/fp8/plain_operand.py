@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron.core.fp8.quantize import (
+    AmaxHistory,
     Operand,
     Quantized,
     factor_of,
@@ -98,8 +99,17 @@ def without_tail(values: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return torch.where((rows < ends[-1]).unsqueeze(1), values, torch.zeros_like(values[:1]))
 
 
+def factor_from_history(
+    values: torch.Tensor, dtype: torch.dtype, history: AmaxHistory, ends: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Factor fp32 [] of delayed scaling for values [R, C] or [n, N, C], ends int [n] or None; notes their amax."""
+    amax = plain_amax(values, ends)
+    history.noted.copy_(torch.maximum(history.noted, amax))
+    return factor_of(torch.where(history.past > 0, history.past, amax), dtype, history.margin)
+
+
 def plain_amax(values: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
-    """`tensor_amax`: values [R, C] or [n, N, C], ends int [n] or None -> fp32 []."""
+    """Largest magnitude fp32 [] of values [R, C] or [n, N, C], ends int [n] or None."""
     if not values.numel():
         return values.new_zeros((), dtype=torch.float32)
     return (values if ends is None else without_tail(values, ends)).abs().amax().float()

@@ -66,6 +66,20 @@ class Operand:
         return self.columns
 
 
+@dataclasses.dataclass(frozen=True)
+class AmaxHistory:
+    """What delayed scaling knows of one operand. A quantisation with it raises `noted` to the amax of its values."""
+
+    past: torch.Tensor
+    """fp32 [], the amax that the factor comes from; 0 if none is known: then it is that of the values."""
+
+    noted: torch.Tensor
+    """fp32 [], largest amax of this step."""
+
+    margin: int = 0
+    """2^margin of the range is left unused."""
+
+
 def max_code(dtype: torch.dtype) -> float:
     """Largest finite value of an fp8 dtype."""
     return torch.finfo(dtype).max
@@ -77,7 +91,9 @@ def factor_of(amax: torch.Tensor, dtype: torch.dtype, margin: int = 0, power_of_
     `margin` leaves 2^margin of the range unused.
     """
     amax = amax.to(torch.float32)
-    factor = (max_code(dtype) / amax).clamp(max=MAX_FACTOR)
+    factor = (torch.full_like(amax, max_code(dtype)) / amax).clamp(
+        max=MAX_FACTOR
+    )  # rounded once, as a number / amax is not
     factor = torch.where(amax > 0, factor, torch.full_like(factor, 1.0))
     factor = torch.where(torch.isfinite(amax), factor, torch.full_like(factor, math.nan))
     if margin:

@@ -7,7 +7,7 @@ numbers and NaN above it, so that neither is lost.
 """
 
 # ruff: noqa: ANN001, ANN201 (a compiled kernel takes no annotations but tl.constexpr)
-from megatron.core.fusions.triton_casts import from_e4m3, to_e4m3, to_e5m2
+from megatron.core.fusions.triton_casts import from_e4m3, to_fp8
 from megatron.core.optional_deps import tl, triton_jit
 
 
@@ -18,39 +18,35 @@ def magnitude(x):
 
 
 @triton_jit
-def codes_of(x, factor, IS_E5M2: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Fp32 x [...], factor that fits it -> codes uint8 [...]; NaN for what is not finite."""
-    scaled = x * factor
-    scaled = tl.where(magnitude(scaled) >= 0x7F800000, float("nan"), scaled)
-    if IS_E5M2:
-        code = to_e5m2(scaled, INTERPRETED).to(tl.uint8, bitcast=True)
-    else:
-        code = to_e4m3(scaled, INTERPRETED).to(tl.uint8, bitcast=True)
-    return tl.where(scaled != scaled, 0x7F, code).to(tl.uint8)  # one pattern for every NaN
+def codes_of(scaled, CHECKS: tl.constexpr, IS_E5M2: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Scaled fp32 [...] -> codes uint8 [...]; CHECKS: infinities become NaN here, else the factor has seen to it."""
+    if CHECKS:
+        scaled = tl.fma(scaled, 0.0, scaled)
+    code = to_fp8(scaled, IS_E5M2, INTERPRETED).to(tl.uint8, bitcast=True)
+    if INTERPRETED:  # natively a result that is NaN has no sign, and its code is this one
+        code = tl.where(scaled != scaled, 0x7F, code).to(tl.uint8)
+    return code
 
 
 @triton_jit
-def block_factor(bits, MAX_CODE: tl.constexpr):
-    """Largest magnitudes int32 [...] -> factors fp32 [...], powers of two; NaN where a magnitude is not finite."""
-    amax = bits.to(tl.float32, bitcast=True)
-    factor = tl.minimum(tl.div_rn(tl.full(amax.shape, MAX_CODE, tl.float32), amax), 8.507059173023462e37)  # 2^126
-    factor = tl.where(bits > 0, factor, 1.0)
-    factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where(bits >= 0x7F800000, float("nan"), factor)
+def block_factor(bits, IS_E5M2: tl.constexpr):
+    """Bits of amaxes int32 [...] -> factors and scales fp32 [...]: the largest power of two below max / amax.
 
-
-@triton_jit
-def inverse(factor):
-    """1 / factor, fp32 [...], of powers of two: the exponent with its sign turned."""
-    turned = (254 << 23) - factor.to(tl.int32, bitcast=True)
-    return tl.where(factor != factor, factor, turned.to(tl.float32, bitcast=True))
+    Both formats end at 1.75 * 2^k: an amax above 1.75 in its own binary order costs one power more.
+    """
+    order = (bits + 0x1FFFFF) >> 23
+    exponent = tl.minimum((254 + 15 if IS_E5M2 else 254 + 8) - order, 127 + 126)
+    exponent = tl.where(bits > 0, exponent, 127)
+    factor = tl.where(bits >= 0x7F800000, 0x7FC00000, exponent << 23)
+    scale = tl.where(bits >= 0x7F800000, 0x7FC00000, (254 - exponent) << 23)
+    return factor.to(tl.float32, bitcast=True), scale.to(tl.float32, bitcast=True)
 
 
 @triton_jit
 def pack_blocks(x, INTERPRETED: tl.constexpr):
     """Fp32 blocks x [m, 128] -> e4m3 codes uint8 [m, 128], scales fp32 [m]."""
-    factor = block_factor(tl.max(magnitude(x), axis=1), 448.0)
-    return codes_of(x, factor[:, None], False, INTERPRETED), inverse(factor)
+    factor, scale = block_factor(tl.max(magnitude(x), axis=1), False)
+    return codes_of(x * factor[:, None], False, False, INTERPRETED), scale
 
 
 @triton_jit

@@ -1,19 +1,23 @@
-"""Quantisation on a GPU: the largest magnitudes in one pass, the codes in both orientations in another.
+"""Quantisation on a GPU: codes in both orientations from one reading.
 
-    amax    values [n, R, C] -> largest |x| of the whole, or of each row and of each column within its expert
-    cast    values [n, R, C] -> codes [n, R, C] and, of the transpose, [n, C, R], each element read once
+    cast    values [n, R, C] -> codes [n, R, C] and, of the transpose, [n, C, R]
 
-Factors are made between the passes, from few numbers, by whoever calls. Blocks need no first pass: a program holds
-whole blocks, makes their factors itself and returns their scales.
+Where a scale serves more than a block, `fp8_amax` reads the values first, unless a history knows the scale (delayed
+scaling). Blocks need no other pass: a program holds whole blocks and makes their scales itself.
 
-Rows may belong to experts (`Owners`); the undefined rows behind the last one's count as zeros. Rows of one expert begin
-at multiples of 16, and of 128 in block modes.
+A thread holds some columns of a few neighbouring rows. Bytes of the transpose that lie side by side are thus made by
+one thread, and cross shared memory several at a time:
 
-The bits are those of the plain form (`core/fp8/quantize`). Magnitudes are compared as integers: for floats without sign
-the order is the same, an infinity stands above all finite numbers and NaN above it, so that neither is lost, and the
-order in which programs arrive does not matter.
+    rows      high * LOW + low        high: over threads, low: within a thread
+    tile      [HIGH, LOW, COLUMNS] -> [COLUMNS, HIGH, LOW] = [COLUMNS, ROWS]
 
-Legend: n matrices (1 for activations), R rows, C columns, E experts.
+Tiles are walked in bands of `band` tiles along the rows, so that programs side by side write neighbouring parts of the
+transpose.
+
+The bits are those of the plain form (`core/fp8/quantize`).
+
+Legend: n matrices (1 for activations), R rows, C columns, E experts whose rows end at `ends`; the undefined rows behind
+the last one's count as zeros. Rows of one expert begin at multiples of 16, and of 128 in block modes.
 """
 
 # ruff: noqa: ANN001, ANN202 (a compiled kernel takes no annotations but tl.constexpr)
@@ -23,21 +27,20 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core import streams
-from megatron.core.fusions.fp8_blocks import block_factor, codes_of, inverse, magnitude
+from megatron.core.fusions.fp8_amax import factor_of_bits, last_row
+from megatron.core.fusions.fp8_blocks import block_factor, codes_of, magnitude
 from megatron.core.fusions.triton_casts import is_interpreted
 from megatron.core.optional_deps import is_available, tl, triton_jit
 
 BLOCK = 128
 """Elements that share a scale in block mode."""
 
-_ROWS_OF_OWNER = 16  # rows of one expert are a multiple of this
-
 
 class Mode(enum.IntEnum):
     """Which scales the cast uses; a number, because kernels compare it."""
 
     MATRIX = 0
-    """One for each matrix, given."""
+    """One for each matrix."""
 
     LINES = 1
     """One for each row; one for each column within an expert; given."""
@@ -50,42 +53,54 @@ class Mode(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Owners:
-    """Which expert each row belongs to."""
+class CastCut:
+    """How the kernel is cut; changes speed, not results."""
 
-    of_row: torch.Tensor
-    """int32 [R]; E behind the last expert."""
+    high: int = 32
+    low: int = 4
+    columns: int = 128
+    num_warps: int = 8
+    band: int = 8
+    max_registers: int | None = 128
+    """of a thread, so that two programs of 8 warps share an SM"""
 
-    num_experts: int
-    """E"""
+
+BLOCK_CUT, ROW_CUT = CastCut(), CastCut(high=16, num_warps=4)
+CUTS = {
+    (Mode.MATRIX, True): CastCut(),
+    (Mode.MATRIX, False): ROW_CUT,
+    (Mode.LINES, True): CastCut(),
+    (Mode.LINES, False): ROW_CUT,
+    (Mode.STRIPS, True): BLOCK_CUT,
+    (Mode.STRIPS, False): ROW_CUT,
+    (Mode.SQUARES, True): BLOCK_CUT,
+    (Mode.SQUARES, False): BLOCK_CUT,
+}
+"""(mode, with codes of the transpose) -> cut, from `tools/benchmark/fp8.py --what casts`. Blocks fix the tile: strips
+128 columns, and 128 rows where the transpose is wanted; squares 128 x 128."""
 
 
 @dataclass(frozen=True)
-class Amaxes:
-    """Largest magnitudes, fp32."""
+class Given:
+    """What is known before the cast."""
 
-    matrix: torch.Tensor | None
-    """[n]"""
+    amax: torch.Tensor | None = None
+    """Of matrices: bits int32 [n], or [1] for all."""
 
-    rows: torch.Tensor | None
-    """[n, R]"""
+    past: torch.Tensor | None = None
+    """Of matrices, fp32 []: an amax that replaces `amax` if it is above 0."""
 
-    columns: torch.Tensor | None
-    """[n or E, C]"""
+    noted: torch.Tensor | None = None
+    """Of matrices, fp32 []: raised to the largest magnitude that the cast meets."""
 
-
-@dataclass(frozen=True)
-class Factors:
-    """What a cast multiplies by, fp32."""
-
-    matrix: torch.Tensor | None = None
-    """[n]"""
+    margin: int = 0
+    """Of matrices: 2^margin of the range is left unused."""
 
     rows: torch.Tensor | None = None
-    """[n, R]"""
+    """Factors of lines, fp32 [n, R]."""
 
     columns: torch.Tensor | None = None
-    """[n, C], with owners [E + 1, C]."""
+    """Factors of lines, fp32 [n, C], in experts [E, C]."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +114,10 @@ class Codes:
     """fp8 [n, C, R]"""
 
     row_scale: torch.Tensor | None
-    """Block modes, fp32: [n, R, C / 128] for strips, [n, R / 128, C / 128] for squares (rounded up)."""
+    """fp32; matrices [n], strips [n, R, C / 128], squares [n, R / 128, C / 128] (rounded up)."""
 
     column_scale: torch.Tensor | None
-    """Block modes, fp32: [n, C, R / 128] for strips, [n, C / 128, R / 128] for squares."""
+    """fp32; strips [n, C, R / 128], squares [n, C / 128, R / 128]."""
 
 
 def has_quantize_kernels(values: torch.Tensor) -> bool:
@@ -110,98 +125,60 @@ def has_quantize_kernels(values: torch.Tensor) -> bool:
     return values.is_cuda and is_available("triton")
 
 
-def amaxes(values: torch.Tensor, *, by_line: bool, by_column: bool = True, owners: Owners | None = None) -> Amaxes:
-    """Largest magnitudes of values [n, R, C], of each matrix or of its lines. Host: no synchronisation."""
-    num_matrices, num_rows, num_columns = values.shape
-    values = _with_unit_stride(values)
-
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=torch.int32, device=values.device)
-
-    matrix = None if by_line else zeros(num_matrices)
-    rows = zeros(num_matrices, num_rows) if by_line else None
-    num_experts = 0 if owners is None else owners.num_experts
-    columns = None
-    if by_line and by_column:
-        columns = zeros(num_matrices if owners is None else num_experts, num_columns)
-    tile_rows = _ROWS_OF_OWNER if by_line and owners is not None else 64
-    if values.numel():
-        of_row = None if owners is None else owners.of_row
-        found = (matrix, rows, columns)
-        streams.declare("fp8 amaxes", (values, of_row, *found), found)
-        _amax_kernel[(-(-num_rows // tile_rows), num_matrices)](
-            values,
-            matrix,
-            rows,
-            columns,
-            of_row,
-            values.stride(0),
-            values.stride(1),
-            num_rows,
-            num_columns,
-            num_experts,
-            BY_LINE=by_line,
-            BY_COLUMN=columns is not None,
-            HAS_OWNERS=owners is not None,
-            ROWS=tile_rows,
-            COLUMNS=8192 // tile_rows,
-            num_warps=8,
-        )
-    return Amaxes(*(None if part is None else part.view(torch.float32) for part in (matrix, rows, columns)))
-
-
 def cast(
     values: torch.Tensor,
     dtype: torch.dtype,
     mode: Mode,
-    factors: Factors | None = None,
-    owners: Owners | None = None,
+    given: Given | None = None,
+    ends: torch.Tensor | None = None,
+    *,
     by_row: bool = True,
     by_column: bool = True,
+    cut: CastCut | None = None,
 ) -> Codes:
-    """Quantise values [n, R, C] in the orientations asked for. Host: no synchronisation."""
+    """Quantise values [n, R, C] in the orientations asked for; `ends` int32 [E]. Host: no synchronisation."""
     num_matrices, num_rows, num_columns = values.shape
-    values, factors = _with_unit_stride(values), factors or Factors()
+    given, cut = given or Given(), cut or CUTS[mode, by_column]
     raw = _new_codes(values, mode, by_row, by_column)
-    has_blocks = mode in (Mode.STRIPS, Mode.SQUARES)
-    tile = (BLOCK, BLOCK) if has_blocks else (64, 128)
-    if values.numel():
-        grid = (-(-num_rows // tile[0]) * -(-num_columns // tile[1]), num_matrices)
-        row_factor = factors.matrix if mode is Mode.MATRIX else factors.rows
-        of_row = None if owners is None else owners.of_row
-        made = (raw.rows, raw.columns, raw.row_scale, raw.column_scale)
-        streams.declare("fp8 cast", (values, row_factor, factors.columns, of_row), made)
-        _cast_kernel[grid](
-            values,
-            raw.rows,
-            raw.columns,
-            row_factor,
-            factors.columns,
-            raw.row_scale,
-            raw.column_scale,
-            of_row,
-            values.stride(0),
-            values.stride(1),
-            num_rows,
-            num_columns,
-            0 if owners is None else owners.num_experts,
-            MODE=int(mode),
-            BY_ROW=by_row,
-            BY_COLUMN=by_column,
-            HAS_OWNERS=owners is not None,
-            IS_E5M2=dtype == torch.float8_e5m2,
-            MAX_CODE=torch.finfo(dtype).max,
-            ROWS=tile[0],
-            COLUMNS=tile[1],
-            INTERPRETED=is_interpreted(),
-            num_warps=16 if has_blocks else 8,
-        )
+    num_experts = 0 if ends is None else ends.numel()
+    grid = (-(-num_rows // (cut.high * cut.low)) * -(-num_columns // cut.columns), num_matrices)
+    inputs = (values, ends, given.amax, given.past, given.rows, given.columns)
+    outputs = (raw.rows, raw.columns, raw.row_scale, raw.column_scale, given.noted)
+    streams.declare("fp8 cast", (*inputs, given.noted), outputs)
+    _cast_kernel[grid](
+        values,
+        raw.rows,
+        raw.columns,
+        raw.row_scale,
+        raw.column_scale,
+        given.amax,
+        given.past,
+        None if given.noted is None else given.noted.view(torch.int32),
+        given.rows,
+        given.columns,
+        ends,
+        values.stride(0),
+        values.stride(1),
+        num_rows,
+        num_columns,
+        num_experts,
+        MODE=int(mode),
+        BY_ROW=by_row,
+        BY_COLUMN=by_column,
+        EXPERTS=max(2, 1 << (num_experts - 1).bit_length()) if num_experts else 2,
+        IS_SHARED=given.amax is not None and given.amax.numel() == 1,
+        SHRINK=2.0**-given.margin,
+        IS_E5M2=dtype == torch.float8_e5m2,
+        HIGH=cut.high,
+        LOW=cut.low,
+        COLUMNS=cut.columns,
+        BAND=cut.band,
+        INTERPRETED=is_interpreted(),
+        num_warps=cut.num_warps,
+        maxnreg=cut.max_registers,
+    )
     rows, columns = (None if part is None else part.view(dtype) for part in (raw.rows, raw.columns))
-    if mode is Mode.SQUARES:
-        assert raw.row_scale is not None, "squares have scales"
-        return Codes(rows, columns, raw.row_scale, raw.row_scale.transpose(1, 2))
-    turned = (None if part is None else part.transpose(1, 2) for part in (raw.row_scale, raw.column_scale))
-    return Codes(rows, columns, *turned)
+    return Codes(rows, columns, *_scales_of_lines(raw, mode))
 
 
 def _new_codes(values: torch.Tensor, mode: Mode, by_row: bool, by_column: bool) -> Codes:
@@ -217,61 +194,51 @@ def _new_codes(values: torch.Tensor, mode: Mode, by_row: bool, by_column: bool) 
 
     rows = new(by_row, torch.uint8, num_rows, num_columns)
     columns = new(by_column, torch.uint8, num_columns, num_rows)
-    if mode is Mode.SQUARES:
-        return Codes(rows, columns, new(True, torch.float32, tall, wide), None)
+    if mode in (Mode.MATRIX, Mode.SQUARES):
+        return Codes(rows, columns, new(True, torch.float32, *((tall, wide) if mode is Mode.SQUARES else ())), None)
     is_strips = mode is Mode.STRIPS
     row_scale = new(by_row and is_strips, torch.float32, wide, num_rows)
     return Codes(rows, columns, row_scale, new(by_column and is_strips, torch.float32, tall, num_columns))
 
 
-def _with_unit_stride(values: torch.Tensor) -> torch.Tensor:
-    """Values [n, R, C] whose rows are contiguous; a copy if they are not."""
-    return values if values.stride(2) == 1 else values.contiguous()
+def _scales_of_lines(raw: Codes, mode: Mode) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Scales as `Codes` holds them, from how they lie in memory: squares [n, a, b], strips [n, strips, lines]."""
+    if mode is Mode.SQUARES:
+        assert raw.row_scale is not None, "squares have scales"
+        return raw.row_scale, raw.row_scale.transpose(1, 2)
+    if mode is Mode.MATRIX:
+        return raw.row_scale, raw.row_scale
+    row_scale, column_scale = (
+        None if part is None else part.transpose(1, 2) for part in (raw.row_scale, raw.column_scale)
+    )
+    return row_scale, column_scale
 
 
 @triton_jit
-def _amax_kernel(
-    values,
-    matrix_amax,
-    row_amax,
-    column_amax,
-    owners,
-    matrix_stride,
-    row_stride,
-    num_rows,
-    num_columns,
-    num_experts,
-    BY_LINE: tl.constexpr,
-    BY_COLUMN: tl.constexpr,
-    HAS_OWNERS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Some rows of one matrix of values [n, R, C], all columns."""
-    matrix = tl.program_id(1)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = rows < num_rows
-    group = matrix
-    if HAS_OWNERS:
-        is_row = is_row & (tl.load(owners + rows, mask=is_row, other=num_experts) < num_experts)
-        group = tl.load(owners + tl.program_id(0) * ROWS)  # with lines, all of these rows have one owner
-    first = values + matrix.to(tl.int64) * matrix_stride + rows.to(tl.int64)[:, None] * row_stride
-    largest = tl.zeros((ROWS,), dtype=tl.int32)
-    for begin in tl.range(0, num_columns, COLUMNS):
-        columns = begin + tl.arange(0, COLUMNS)
-        is_column = columns < num_columns
-        x = tl.load(first + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
-        bits = magnitude(x.to(tl.float32))
-        largest = tl.maximum(largest, tl.max(bits, axis=1))
-        if BY_COLUMN:
-            if HAS_OWNERS:
-                is_column = is_column & (group < num_experts)  # the rows behind the last expert have no entry
-            place = column_amax + group.to(tl.int64) * num_columns + columns
-            tl.atomic_max(place, tl.max(bits, axis=0), mask=is_column)
-    if BY_LINE:
-        tl.store(row_amax + matrix.to(tl.int64) * num_rows + rows, largest, mask=rows < num_rows)
-    else:
-        tl.atomic_max(matrix_amax + matrix, tl.max(largest, axis=0))
+def _matrix_factor(amax, past, IS_SHARED: tl.constexpr, SHRINK: tl.constexpr, IS_E5M2: tl.constexpr):
+    """Factor fp32 [] of the matrix of this program."""
+    MAX_CODE: tl.constexpr = 57344.0 if IS_E5M2 else 448.0
+    bits = tl.load(amax + (0 if IS_SHARED else tl.program_id(1)))
+    if past is not None:
+        known = tl.load(past)
+        bits = tl.where(known > 0.0, known.to(tl.int32, bitcast=True), bits)
+    return factor_of_bits(bits, MAX_CODE) * SHRINK
+
+
+@triton_jit
+def _owners(ends, first_row, num_experts, EXPERTS: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr):
+    """Expert int32 [HIGH, 1, 1] of each LOW rows of a tile; E behind the last."""
+    experts = tl.arange(0, EXPERTS)
+    known = tl.load(ends + experts, mask=experts < num_experts, other=0x7FFFFFFF)
+    expert = tl.sum((known <= first_row).to(tl.int32), axis=0)
+    rows = first_row + tl.arange(0, HIGH)[:, None, None] * LOW
+    owners = tl.full((HIGH, 1, 1), 0, tl.int32) + expert
+    end = tl.load(ends + expert, mask=expert < num_experts, other=0x7FFFFFFF)
+    while end < first_row + HIGH * LOW:
+        owners += (rows >= end).to(tl.int32)
+        expert += 1
+        end = tl.load(ends + expert, mask=expert < num_experts, other=0x7FFFFFFF)
+    return owners
 
 
 @triton_jit
@@ -279,11 +246,14 @@ def _cast_kernel(
     values,
     row_codes,
     column_codes,
-    row_factor,
-    column_factor,
     row_scale,
     column_scale,
-    owners,
+    amax,
+    past,
+    noted,
+    row_factor,
+    column_factor,
+    ends,
     matrix_stride,
     row_stride,
     num_rows,
@@ -292,57 +262,80 @@ def _cast_kernel(
     MODE: tl.constexpr,
     BY_ROW: tl.constexpr,
     BY_COLUMN: tl.constexpr,
-    HAS_OWNERS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    IS_SHARED: tl.constexpr,
+    SHRINK: tl.constexpr,
     IS_E5M2: tl.constexpr,
-    MAX_CODE: tl.constexpr,
-    ROWS: tl.constexpr,
+    HIGH: tl.constexpr,
+    LOW: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BAND: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """One tile of one matrix of values [n, R, C]."""
+    ROWS: tl.constexpr = HIGH * LOW
     matrix = tl.program_id(1).to(tl.int64)
-    tiles = tl.cdiv(num_columns, COLUMNS)
-    row_tile, column_tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    rows, columns = row_tile * ROWS + tl.arange(0, ROWS), column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    is_row, is_column = rows < num_rows, columns < num_columns
-    inside = is_row[:, None] & is_column[None, :]
-    rows = rows.to(tl.int64)
-    is_read = inside
-    owner = rows
-    if HAS_OWNERS:
-        owner = tl.load(owners + rows, mask=is_row, other=num_experts).to(tl.int64)
-        is_read = inside & (owner < num_experts)[:, None]
-    place = values + matrix * matrix_stride + rows[:, None] * row_stride + columns[None, :]
-    x = tl.load(place, mask=is_read, other=0.0).to(tl.float32)
+    down, across = tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS)
+    top = tl.program_id(0) // (BAND * across) * BAND
+    height = tl.minimum(down - top, BAND)
+    row_tile = top + tl.program_id(0) % (BAND * across) % height
+    column_tile = tl.program_id(0) % (BAND * across) // height
+    first_row, first_column = row_tile * ROWS, column_tile * COLUMNS
+    high = tl.arange(0, HIGH)[:, None, None]
+    row = high * LOW + tl.arange(0, LOW)[None, :, None]
+    column = tl.arange(0, COLUMNS)[None, None, :]
+    is_row, is_column = first_row + row < num_rows, first_column + column < num_columns
+    last = last_row(ends, num_rows, num_experts)
+    start = values + matrix * matrix_stride + first_row.to(tl.int64) * row_stride + first_column
+    is_read = (first_row + row < last) & is_column
+    x = tl.load(start + (row * row_stride + column), mask=is_read, other=0.0).to(tl.float32)
     by_row = 1.0
     by_column = 1.0
     if MODE == 0:
-        by_row = tl.load(row_factor + matrix)
+        by_row = _matrix_factor(amax, past, IS_SHARED, SHRINK, IS_E5M2)
         by_column = by_row
+        if tl.program_id(0) == 0:
+            tl.store(row_scale + matrix, tl.div_rn(1.0, by_row))
+        if noted is not None:
+            largest = tl.max(tl.max(tl.max(magnitude(x), axis=2), axis=1), axis=0)
+            if largest > tl.load(noted):  # spares most of the writes: the amax of a step only grows
+                tl.atomic_max(noted, largest)
     elif MODE == 1:
         if BY_ROW:
-            by_row = tl.load(row_factor + matrix * num_rows + rows, mask=is_row, other=1.0)[:, None]
+            spot = row_factor + matrix * num_rows + first_row + row
+            by_row = tl.load(spot, mask=is_row, other=1.0)
         if BY_COLUMN:
-            group = owner[:, None] if HAS_OWNERS else matrix
-            spot = column_factor + group * num_columns + columns[None, :]
-            by_column = tl.load(spot, mask=inside if HAS_OWNERS else is_column[None, :], other=1.0)
+            spot = column_factor + first_column + column
+            if ends is None:
+                by_column = tl.load(spot + matrix * num_columns, mask=is_column, other=1.0)
+            else:
+                owners = _owners(ends, first_row, num_experts, EXPERTS, HIGH, LOW)
+                by_column = tl.load(spot + owners * num_columns, mask=is_column & (owners < num_experts), other=1.0)
     elif MODE == 2:
-        by_row = block_factor(tl.max(magnitude(x), axis=1), MAX_CODE)
-        by_column = block_factor(tl.max(magnitude(x), axis=0), MAX_CODE)
+        bits = magnitude(x)
         if BY_ROW:
-            tl.store(row_scale + (matrix * tiles + column_tile) * num_rows + rows, inverse(by_row), mask=is_row)
+            largest = tl.max(bits, axis=2, keep_dims=True)
+            by_row, scale = block_factor(largest, IS_E5M2)
+            tl.store(row_scale + (matrix * across + column_tile) * num_rows + first_row + row, scale, mask=is_row)
         if BY_COLUMN:
-            spot = column_scale + (matrix * tl.cdiv(num_rows, ROWS) + row_tile) * num_columns + columns
-            tl.store(spot, inverse(by_column), mask=is_column)
-        by_row, by_column = by_row[:, None], by_column[None, :]
+            largest = tl.max(tl.max(bits, axis=1, keep_dims=True), axis=0, keep_dims=True)
+            by_column, scale = block_factor(largest, IS_E5M2)
+            spot = column_scale + (matrix * down + row_tile) * num_columns + first_column + column
+            tl.store(spot, scale, mask=is_column)
     else:
-        by_row = block_factor(tl.max(tl.max(magnitude(x), axis=1), axis=0), MAX_CODE)
+        largest = tl.max(tl.max(tl.max(magnitude(x), axis=2), axis=1), axis=0)
+        by_row, scale = block_factor(largest, IS_E5M2)
         by_column = by_row
-        tl.store(row_scale + (matrix * tl.cdiv(num_rows, ROWS) + row_tile) * tiles + column_tile, inverse(by_row))
+        tl.store(row_scale + (matrix * down + row_tile) * across + column_tile, scale)
+    CHECKS: tl.constexpr = past is not None
     if BY_ROW:
-        code = codes_of(x, by_row, IS_E5M2, INTERPRETED)
-        tl.store(row_codes + (matrix * num_rows + rows[:, None]) * num_columns + columns[None, :], code, mask=inside)
+        code = codes_of(x * by_row, CHECKS, IS_E5M2, INTERPRETED)
+        start = row_codes + (matrix * num_rows + first_row) * num_columns + first_column
+        tl.store(start + (row * num_columns + column), code, mask=is_row & is_column)
     if BY_COLUMN:
-        code = tl.trans(codes_of(x, by_column, IS_E5M2, INTERPRETED))
-        spot = column_codes + (matrix * num_columns + columns[:, None]) * num_rows + rows[None, :]
-        tl.store(spot, code, mask=is_column[:, None] & is_row[None, :])
+        code = codes_of(x * by_column, CHECKS, IS_E5M2, INTERPRETED)
+        code = tl.reshape(tl.permute(code, (2, 0, 1)), (COLUMNS, ROWS))
+        start = column_codes + (matrix * num_columns + first_column) * num_rows + first_row
+        line, place = tl.arange(0, COLUMNS)[:, None], tl.arange(0, ROWS)[None, :]
+        mask = (first_column + line < num_columns) & (first_row + place < num_rows)
+        tl.store(start + (line * num_rows + place), code, mask=mask)

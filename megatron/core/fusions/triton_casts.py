@@ -9,8 +9,7 @@ conversion; interpreted they work on the integer bits:
            adding and subtracting 2^23
     e5m2   the same on the top two mantissa bits, for exponents down to -14; below, whole steps of 2^-16
 
-e4m3 is clamped to +-448 first: the format has no infinity, and a cast of what lies beyond is NaN. e5m2 is clamped to
-+-57344, so that it saturates as well. NaN stays NaN.
+Both saturate: what lies beyond +-448 (e4m3) or +-57344 (e5m2) becomes the largest code. NaN stays NaN.
 
 A kernel takes `INTERPRETED: tl.constexpr` and its launcher passes `is_interpreted()`.
 """
@@ -19,9 +18,6 @@ A kernel takes `INTERPRETED: tl.constexpr` and its launcher passes `is_interpret
 # ruff: noqa: RET505 (and it needs both branches of a constant condition)
 from megatron.core import env
 from megatron.core.optional_deps import tl, triton_jit
-
-E4M3_MAX = 448.0
-E5M2_MAX = 57344.0
 
 
 def is_interpreted() -> bool:
@@ -42,19 +38,24 @@ def to_bf16(x, INTERPRETED: tl.constexpr):
 
 
 @triton_jit
-def to_e4m3(x, INTERPRETED: tl.constexpr):
-    """Fp32 [...] -> float8_e4m3fn, clamped to +-448, to nearest, ties to even."""
-    clamped = tl.where(x != x, x, tl.minimum(tl.maximum(x, -448.0), 448.0))
+def to_fp8(x, IS_E5M2: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Fp32 [...] -> float8_e4m3fn or float8_e5m2, saturating, to nearest, ties to even."""
     if INTERPRETED:
+        CUT: tl.constexpr = 21 if IS_E5M2 else 20  # bits that go
+        LEAST: tl.constexpr = -14 if IS_E5M2 else -6  # exponent of the smallest normal number
+        STEP: tl.constexpr = 65536.0 if IS_E5M2 else 512.0  # reciprocal of the smallest number
+        LIMIT: tl.constexpr = 57344.0 if IS_E5M2 else 448.0
+        clamped = tl.where(x != x, x, tl.minimum(tl.maximum(x, -LIMIT), LIMIT))
         bits = clamped.to(tl.uint32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
-        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-        steps = (tl.abs(clamped) * 512.0 + 8388608.0) - 8388608.0
-        code = tl.where(magnitude < ((127 - 6) << 23), steps.to(tl.uint32), normal)
-        code = tl.where(x != x, 0x7F, code) | ((bits >> 31) << 7)
-        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        kept = (magnitude + ((1 << (CUT - 1)) - 1) + ((magnitude >> CUT) & 1)) >> CUT
+        normal = kept - ((126 + LEAST) << (23 - CUT))
+        steps = (tl.abs(clamped) * STEP + 8388608.0) - 8388608.0
+        code = tl.where(magnitude < ((127 + LEAST) << 23), steps.to(tl.uint32), normal)
+        code = (tl.where(x != x, 0x7F, code) | ((bits >> 31) << 7)).to(tl.uint8)
+        return code.to(tl.float8e5, bitcast=True) if IS_E5M2 else code.to(tl.float8e4nv, bitcast=True)
     else:
-        return clamped.to(tl.float8e4nv)
+        return x.to(tl.float8e5) if IS_E5M2 else x.to(tl.float8e4nv)  # the conversion saturates
 
 
 @triton_jit
@@ -70,22 +71,6 @@ def from_e4m3(code, INTERPRETED: tl.constexpr):
         return tl.where(bits >= 0x80, value * -1.0, value)  # a minus alone would lose that of zero
     else:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-
-
-@triton_jit
-def to_e5m2(x, INTERPRETED: tl.constexpr):
-    """Fp32 [...] -> float8_e5m2, clamped to +-57344, to nearest, ties to even."""
-    clamped = tl.where(x != x, x, tl.minimum(tl.maximum(x, -57344.0), 57344.0))
-    if INTERPRETED:
-        bits = clamped.to(tl.uint32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        normal = ((magnitude + 0xFFFFF + ((magnitude >> 21) & 1)) >> 21) - ((127 - 15) << 2)
-        steps = (tl.abs(clamped) * 65536.0 + 8388608.0) - 8388608.0
-        code = tl.where(magnitude < ((127 - 14) << 23), steps.to(tl.uint32), normal)
-        code = tl.where(x != x, 0x7F, code) | ((bits >> 31) << 7)
-        return code.to(tl.uint8).to(tl.float8e5, bitcast=True)
-    else:
-        return clamped.to(tl.float8e5)
 
 
 @triton_jit

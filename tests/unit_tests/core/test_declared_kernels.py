@@ -62,6 +62,7 @@ def quantise():
     for recipe in ("tensorwise", "rowwise", "blockwise"):
         operands.activation_job(recipe, "e4m3", operands.COUNTS[0], torch.float32)
         operands.weight_job(recipe, (2, 32, 48))
+    operands.delayed_job(operands.COUNTS[0], None, 0.0)
 
 
 def add_gradients():
@@ -99,7 +100,7 @@ KERNELS = {
     "permute": {"_block_kernel", "_gather_kernel", "_clear_kernel", "_spread_kernel", "_sum_kernel"},
     "wgrad": {"_grouped_wgrad_kernel", "_flat_kernel"},
     "routing": {"count_kernel", "prefix_kernel", "place_kernel"},
-    "quantise": {"_amax_kernel", "_cast_kernel"},
+    "quantise": {"_matrix_kernel", "_cast_kernel"},
     "multiply": {"_rows_kernel", "_wgrad_kernel"},
 }
 

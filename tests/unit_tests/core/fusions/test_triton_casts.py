@@ -3,18 +3,20 @@
 import pytest
 import torch
 
-from megatron.core.fusions.triton_casts import E4M3_MAX, from_e4m3, is_interpreted, narrow, to_bf16, to_e4m3
+from megatron.core.fusions.triton_casts import from_e4m3, is_interpreted, narrow, to_bf16, to_fp8
 from megatron.core.optional_deps import tl, triton_jit
 
 BLOCK = 32768
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @triton_jit
-def cast_kernel(x, bf16, e4m3, copy, count, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+def cast_kernel(x, bf16, e4m3, e5m2, copy, count, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + at, mask=at < count)
     tl.store(bf16 + at, to_bf16(value, INTERPRETED), mask=at < count)
-    tl.store(e4m3 + at, to_e4m3(value, INTERPRETED), mask=at < count)
+    tl.store(e4m3 + at, to_fp8(value, False, INTERPRETED), mask=at < count)
+    tl.store(e5m2 + at, to_fp8(value, True, INTERPRETED), mask=at < count)
     tl.store(copy + at, narrow(value, copy.dtype.element_ty, INTERPRETED), mask=at < count)
 
 
@@ -33,29 +35,31 @@ def around_midpoints(values):
 
 
 def cast_job(x, copy_dtype=torch.float32):
-    """Round x [m] in a kernel to bf16, e4m3 and the third dtype."""
+    """Round x [m] in a kernel to bf16, e4m3, e5m2 and another dtype."""
     device = "cpu" if is_interpreted() else "cuda"
     x = x.to(device)
-    outputs = [torch.empty_like(x, dtype=d) for d in (torch.bfloat16, torch.float8_e4m3fn, copy_dtype)]
+    outputs = [torch.empty_like(x, dtype=dtype) for dtype in (torch.bfloat16, *FP8, copy_dtype)]
     grid = ((x.numel() + BLOCK - 1) // BLOCK,)
     cast_kernel[grid](x, *outputs, x.numel(), BLOCK, is_interpreted())
-    bf16, e4m3, copy = (out.cpu() for out in outputs)
-    return bf16, e4m3.view(torch.uint8), copy  # plain pickle does not know float8
+    bf16, e4m3, e5m2, copy = (out.cpu() for out in outputs)
+    return bf16, (e4m3.view(torch.uint8), e5m2.view(torch.uint8)), copy  # plain pickle does not know float8
 
 
 def assert_rounds_as_torch(dtype, call):
     x = torch.cat([codes(dtype), *around_midpoints(codes(dtype))])
-    bf16, e4m3, same = call(cast_job, x)
+    bf16, fp8, same = call(cast_job, x)
     is_nan = x.isnan()
     assert torch.equal(bf16.view(torch.int16)[~is_nan], x.bfloat16().view(torch.int16)[~is_nan])
-    clamped = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    assert torch.equal(e4m3[~is_nan], clamped.view(torch.uint8)[~is_nan])
+    for narrow_dtype, found in zip(FP8, fp8, strict=True):
+        limit = torch.finfo(narrow_dtype).max
+        clamped = x.clamp(-limit, limit).to(narrow_dtype)
+        assert torch.equal(found.view(torch.uint8)[~is_nan], clamped.view(torch.uint8)[~is_nan])
+        assert found.view(narrow_dtype)[is_nan].float().isnan().all()
     assert torch.equal(same[~is_nan], x[~is_nan])
     assert bf16[is_nan].isnan().all()
-    assert e4m3.view(torch.float8_e4m3fn)[is_nan].float().isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "e4m3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *FP8], ids=["bf16", "e4m3", "e5m2"])
 def test_codes_and_midpoints_round_as_in_torch(interpreted, dtype):
     assert_rounds_as_torch(dtype, interpreted)
 
