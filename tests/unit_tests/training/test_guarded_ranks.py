@@ -1,0 +1,101 @@
+"""Captured steps of several ranks, through the stand-in for a capture: the state of the eager run after every step.
+
+Expert parallel with and without overlap, and pipeline stages: what they exchange is part of the captured step.
+"""
+
+import pytest
+
+from megatron.core import graph_state
+from megatron.core.full_iteration_graph.checks import CheckedRecording
+from megatron.training import training
+from megatron.training.callbacks.base import Callback
+from megatron.training.guarded_steps import GuardedSteps, build_guarded_steps
+from megatron.training.state_hash import state_hash
+from tests.common.mutants import replaced
+from tests.common.stream_runs import TINY_MOE, train
+
+STEPS = (
+    "--train-iters 4 --global-batch-size 4 --cuda-graph-warmup-steps 2 --moe-router-enable-expert-bias "
+    "--moe-router-score-function sigmoid --moe-aux-loss-coeff 0.01 --use-distributed-optimizer"
+)
+DROP_PAD = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+BUDGET = "--moe-expert-rank-capacity-factor 2.0"
+TIGHT = "--moe-expert-rank-capacity-factor 0.6 --moe-rank-capacity-tiers 0.8"
+HYBRIDEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+DELAY = f"{OVERLAP} --delay-wgrad-compute"
+PP2 = "--expert-model-parallel-size 1 --pipeline-model-parallel-size 2 --num-layers 4 --moe-layer-freq [0,1,1,1]"
+VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+
+
+class Figures(Callback):
+    """State, losses and gradient norm after each step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_step_end(self, run, result):
+        self.steps.append((state_hash(run.model, run.optimizer), result.losses, result.grad_norm))
+
+
+def run_job(flags, is_captured):
+    """Body of a rank: figures of all steps, counters, graphs that are left."""
+    figures = Figures()
+
+    def build(run):
+        return GuardedSteps(run, CheckedRecording) if is_captured else build_guarded_steps(run)
+
+    with replaced(training, "build_guarded_steps", build):
+        run = train([*TINY_MOE, *STEPS.split(), *flags.split()], [figures])
+    return figures.steps, dict(run.counters), graph_state.num_graphs()
+
+
+def compare(pool, common, captured_only="", world_size=2):
+    """Run eagerly and captured; returns the counters of the captured run."""
+    eager = pool.run(run_job, common, False, world_size=world_size)
+    captured = pool.run(run_job, f"{common} {captured_only}", True, world_size=world_size)
+    for (expected, *_), (got, counters, num_left) in zip(eager, captured, strict=True):
+        assert got == expected
+        assert len(got) == 4
+        assert counters["graph captures"] >= 1
+        assert counters["graph replays"] >= 2
+        assert num_left == 0
+    return captured[0][1]
+
+
+def test_expert_ranks_replay_what_they_do_eagerly(pool):
+    counters = compare(pool, f"{HYBRIDEP} {DELAY}", BUDGET)
+    assert counters["re-runs"] == 0
+    assert counters["pairs overlapped"] > 0
+
+
+def test_stages_replay_what_they_do_eagerly(pool):
+    compare(pool, VPP2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overlap", ["", OVERLAP, DELAY], ids=["serial", "overlap", "delayed"])
+@pytest.mark.parametrize(
+    ("common", "captured_only"),
+    [(DROP_PAD, ""), ("", BUDGET), ("", TIGHT), (HYBRIDEP, BUDGET), (HYBRIDEP, TIGHT)],
+    ids=["drop-pad", "budget", "overflows", "hybridep", "hybridep-overflows"],
+)
+def test_expert_ranks_replay_every_form(pool, common, captured_only, overlap):
+    counters = compare(pool, f"{common} {overlap}", captured_only)
+    assert (counters["re-runs"] > 0) == (captured_only == TIGHT)
+    assert (counters.get("pairs overlapped", 0) > 0) == bool(overlap)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stages", [PP2, VPP2], ids=["pp2", "vpp2"])
+@pytest.mark.parametrize("captured_only", ["", TIGHT], ids=["exact", "overflows"])
+def test_stages_replay_every_form(pool, stages, captured_only):
+    counters = compare(pool, stages, captured_only)
+    assert (counters["re-runs"] > 0) == bool(captured_only)
+
+
+@pytest.mark.full
+def test_experts_and_stages_together(pool):
+    both = f"{VPP2} --expert-model-parallel-size 2 --global-batch-size 8 {DELAY}"
+    counters = compare(pool, both, BUDGET, world_size=4)
+    assert counters["pairs overlapped"] > 0
