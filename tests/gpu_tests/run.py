@@ -59,6 +59,7 @@ GRAPH_EXIT = "tests/gpu_tests/test_graph_exit.py"
 GRAPH_FAULTS = "tests/gpu_tests/test_graph_faults.py"
 FIGURES = "tests/gpu_tests/test_graph_figures.py"
 STEP = "tests/gpu_tests/test_step_benchmark.py"
+ENGINE = "tests/gpu_tests/test_transformer_engine.py"
 FUSED_LOSS = "tests/gpu_tests/test_fused_loss.py"
 OWN_PARTS = (
     STREAM_CHECK,
@@ -82,6 +83,7 @@ OWN_PARTS = (
     STEP,
     FUSED_LOSS,
     FP8,
+    ENGINE,
 )
 """Files that `unit` leaves to parts of their own."""
 PARTS = (
@@ -104,6 +106,8 @@ PARTS = (
     Part("fp8-quantise", (FP8, "-k", "benchmark_times"), 90),
     Part("fp8-speed", (FP8, "-k", "benchmark_prints"), 120),
     Part("fp8-sweep", (FP8, "-k", "benchmark_sweeps"), 120),
+    Part("te", (ENGINE, "-k", "not captured"), 120),
+    Part("te-graph", (ENGINE, "-k", "captured"), 90),
     Part("symm-mem", (SYMM_MEM, "-k", "not rounds and not definition"), 120),
     Part("symm-mem-cases", (SYMM_MEM, "-k", "definition"), 120),
     Part("symm-mem-rounds", (SYMM_MEM, "-k", "rounds"), 120),

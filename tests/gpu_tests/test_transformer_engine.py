@@ -1,0 +1,315 @@
+"""Transformer Engine itself behind the layers of this tree: layers beside `local`, FP8, delayed gradients, checkpoints.
+
+    PYTHONPATH=/where/it/is NVTE_FRAMEWORK=pytorch python3 tests/gpu_tests/run.py --only te
+
+Bounds in bf16 are rounding bounds of a few layers, measured relative to the norm of a tensor: 2^-8 for each of some
+tens of roundings that add up like noise.
+"""
+
+import inspect
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import pretrain_gpt
+from megatron.core import graph_state
+from megatron.core.deferred_wgrad import WgradQueue, deferring
+from megatron.core.enums import ModelType
+from megatron.core.extensions.transformer_engine.probe import FEATURES, load_library
+from megatron.core.fp8.layer_state import GRADIENT, INPUT, WEIGHT, forget_weight_codes
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optional_deps import is_available
+from megatron.core.transformer import TransformerConfig
+from megatron.training.initialize import shut_down
+from megatron.training.training import pretrain
+from tests.common.engine_runs import local_name
+from tests.common.fake_te_signatures import TEXTS, VERSION, signature_of
+from tools.run_metrics import parse_log
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and not is_available("transformer_engine"), reason="Transformer Engine is absent"
+    ),
+]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB, LENGTH, BATCH = 512, 128, 2
+RECIPES = ("delayed", "tensorwise", "blockwise")
+KINDS = {
+    "dense": {},
+    "experts": {"num_moe_experts": 4, "moe_ffn_hidden_size": 256, "moe_grouped_gemm": True},
+    "in sequence": {"num_moe_experts": 4, "moe_ffn_hidden_size": 256, "moe_grouped_gemm": False},
+}
+LOSS_BOUND, GRAD_BOUND = 5e-3, 5e-2
+NO_ROUNDING_OF_SUMS = 1e-5  # fp32 sums of the same products in another order
+
+
+def config_of(kind="dense", **fields):
+    defaults = {
+        "num_layers": 2,
+        "hidden_size": 256,
+        "ffn_hidden_size": 512,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bf16": True,
+        "device": DEVICE,
+    }
+    return TransformerConfig(**{**defaults, **KINDS[kind], **fields})
+
+
+def model_of(config, is_engine=True):
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=is_engine)
+    return GPTModel(config, spec, VOCAB, LENGTH, position_embedding_type="rope").to(DEVICE)
+
+
+def batch_of(seed=0):
+    tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    return (
+        tokens[:, :-1].contiguous(),
+        torch.arange(LENGTH, device=DEVICE).expand(BATCH, -1),
+        tokens[:, 1:].contiguous(),
+    )
+
+
+def loss_of(model, seed=0):
+    tokens, positions, labels = batch_of(seed)
+    return model(tokens, positions, None, labels=labels).float().mean()
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, torch.bfloat16)
+
+
+def relative(got, want):
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
+
+
+def trained(model, steps=20):
+    """Losses of steps of Adam on one batch; the amaxes of delayed scaling advance as in a training run."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        forget_weight_codes([model])
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        for module in model.modules():
+            if getattr(module, "amax_history", None) is not None:
+                module.apply_step_amaxes(module.step_amaxes())
+        losses.append(loss.item())
+    return losses
+
+
+def give_main_grads(module):
+    for param in module.parameters():
+        param.main_grad = torch.zeros(param.shape, dtype=torch.float32, device=DEVICE)
+
+
+# ---- the library -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", TEXTS)
+def test_signature_is_that_of_the_stand_in(name):
+    library = load_library()
+    if library.version.split("+")[0] != VERSION:
+        pytest.skip(f"the table is of {VERSION}, this is {library.version}")
+    want, got = signature_of(name), inspect.signature(library.get(name))
+    found = [param for param in got.parameters.values() if param.name != "self"]
+    assert [param.name for param in found] == list(want.parameters)
+    if not name.startswith("common.recipe."):
+        assert [param.default for param in found] == [param.default for param in want.parameters.values()]
+
+
+def test_every_feature_of_the_table_is_seen():
+    library = load_library()
+    print(f"Transformer Engine {library.version}")
+    assert [name for name in FEATURES if not library.has(name)] == []
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_those_of_local(kind):
+    config, found = config_of(kind), {}
+    for is_engine in (False, True):
+        model = model_of(config, is_engine)
+        loss = loss_of(model)
+        loss.backward()
+        found[is_engine] = loss.item(), {local_name(name): param.grad for name, param in model.named_parameters()}
+    (want, grads), (got, engine_grads) = found[False], found[True]
+    differences = {name: relative(engine_grads[name], grad) for name, grad in grads.items()}
+    print(f"{kind}: loss {want:.5f} and {got:.5f}, largest difference of a gradient {max(differences.values()):.2e}")
+    assert abs(got - want) < LOSS_BOUND * want
+    # a router's choice may turn on the last bit: compared where it cannot
+    assert all(value < GRAD_BOUND for name, value in differences.items() if kind == "dense" or "attention" in name)
+
+
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("is_centered", [False, True])
+def test_norms_and_biases_are_those_of_local(norm, is_centered):
+    config = config_of(normalization=norm, layernorm_zero_centered_gamma=is_centered, add_bias_linear=True)
+    want, got = (loss_of(model_of(config, is_engine)).item() for is_engine in (False, True))
+    assert abs(got - want) < LOSS_BOUND * want
+
+
+def test_attention_with_a_mask_is_that_of_local():
+    config = config_of()
+    want, got = (model_of(config, on).decoder.layers[0].self_attention.core_attention for on in (False, True))
+    heads = [normal(LENGTH, BATCH, n, 64, seed=n + i) for i, n in enumerate((4, 2, 2))]
+    mask = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=DEVICE)
+    mask[..., 64:, :32] = True
+    for given in (None, mask):
+        assert relative(got(*heads, given), want(*heads, given)) < 2e-2
+
+
+@pytest.mark.parametrize("fp8", [None, *RECIPES])
+@pytest.mark.parametrize("counts", [[0, 128, 0, 64], [192, 0, 0, 0], [0, 0, 0, 0]], ids=str)
+def test_experts_without_rows_get_gradients_of_zero(counts, fp8):
+    fields = {} if fp8 is None else {"fp8": "hybrid", "fp8_recipe": fp8}
+    experts = model_of(config_of("experts", **fields)).decoder.layers[0].mlp.experts
+    rows = normal(192, 256).requires_grad_()
+    output, _ = experts(rows, torch.tensor(counts, device=DEVICE), torch.ones(192, device=DEVICE))
+    output.sum().backward()
+    for count, weight in zip(counts, experts.linear_fc1.weights, strict=True):
+        assert weight.grad.isfinite().all()
+        assert bool(weight.grad.abs().sum() > 0) == (count > 0)
+    assert output[sum(counts) :].eq(0).all()
+    assert rows.grad[sum(counts) :].eq(0).all()
+
+
+# ---- FP8 -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_trains_as_bf16_does(kind, recipe):
+    want = trained(model_of(config_of(kind)))
+    got = trained(model_of(config_of(kind, fp8="hybrid", fp8_recipe=recipe, first_last_layers_bf16=False)))
+    print(f"{kind} {recipe}: bf16 {want[0]:.4f} to {want[-1]:.4f}, FP8 {got[0]:.4f} to {got[-1]:.4f}")
+    assert want[-1] < want[0] - 1.0
+    assert got[-1] < got[0] - 0.8 * (want[0] - want[-1])
+
+
+def test_amaxes_of_a_step_cover_its_microbatches_and_scale_the_next():
+    layer = model_of(config_of(fp8="hybrid", fp8_recipe="delayed")).decoder.layers[0].mlp.linear_fc2
+    for size in (2.0, 7.0, 3.0):
+        rows = torch.full((16, 512), size, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+        layer(rows)[0].backward(torch.full((16, 256), size / 4, dtype=torch.bfloat16, device=DEVICE))
+    found = layer.fp8.step_amaxes().clone()
+    assert found[[INPUT, GRADIENT]].tolist() == [7.0, 1.75]
+    assert found[WEIGHT] == layer.weight.abs().amax()
+    layer.fp8.apply_step_amaxes(found)
+    layer.fp8.forget_weight()
+    layer(rows)
+    assert layer.engine.fp8_meta["scaling_fwd"].scale[0] == 448 / 7.0
+    assert layer.engine.fp8_meta["scaling_bwd"].scale[0] == 57344 / 1.75
+
+
+@pytest.mark.parametrize("fp8", [None, *RECIPES])
+def test_rows_of_experts_stay_exactly_if_they_are_declared_as_kept(fp8):
+    fields = {} if fp8 is None else {"fp8": "hybrid", "fp8_recipe": fp8}
+    experts = model_of(config_of("experts", **fields)).decoder.layers[0].mlp.experts
+    experts.given_row_multiple = 128
+    leaf = normal(512, 256).requires_grad_()
+    rows = leaf * 2
+    kept = StorageWeakRef(rows.untyped_storage())
+    output = experts(rows, torch.tensor([128, 0, 256, 128], device=DEVICE), torch.ones(512, device=DEVICE))
+    del rows
+    assert kept.expired() != experts.saves_rows
+    output[0].sum().backward()
+    assert leaf.grad.isfinite().all()
+
+
+# ---- weight gradients ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("fp8", [None, *RECIPES])
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_delayed_weight_gradients_are_the_same(kind, fp8):
+    fields = {} if fp8 is None else {"fp8": "hybrid", "fp8_recipe": fp8}
+    found = []
+    for delays in (False, True):
+        config = config_of(kind, **fields)
+        config.delay_wgrad_compute = delays
+        model, queues = model_of(config), []
+        give_main_grads(model)
+        for seed in range(3):
+            queues.append(WgradQueue())
+            with deferring(queues[-1] if delays else None):
+                loss = loss_of(model, seed)
+            loss.backward()
+        early = {name: param.main_grad.clone() for name, param in model.named_parameters()}
+        assert sum(len(queue) for queue in queues) > 0 or not delays
+        for queue in queues:
+            queue.flush()
+        found.append({name: param.main_grad for name, param in model.named_parameters()})
+    assert any(not torch.equal(early[name], grad) for name, grad in found[1].items())
+    differing = [name for name, grad in found[0].items() if relative(found[1][name], grad) > NO_ROUNDING_OF_SUMS]
+    assert differing == []
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+MODEL = (
+    "--device cuda --bf16 --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128 "
+    "--max-position-embeddings 128 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-router-dtype fp32 "
+    "--moe-grouped-gemm --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall --micro-batch-size 4 "
+    "--global-batch-size 16 --lr 2e-3 --lr-warmup-iters 4 --attention-dropout 0 --hidden-dropout 0 "
+    "--tokenizer-type NullTokenizer --vocab-size 500 --mock-data --num-workers 0 --log-interval 1 --eval-iters 2 "
+    "--use-distributed-optimizer "
+)
+ENGINE, LOCAL = "--transformer-impl transformer_engine ", "--transformer-impl local "
+DROP_PAD = "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity "
+
+
+@pytest.fixture
+def losses(capfd):
+    """Run pretrain_gpt.py with flags in this process; returns the loss of each step."""
+
+    def run(flags):
+        logging.getLogger("megatron").handlers.clear()
+        try:
+            pretrain(
+                pretrain_gpt.train_valid_test_datasets_provider,
+                pretrain_gpt.model_provider,
+                ModelType.encoder_or_decoder,
+                pretrain_gpt.forward_step,
+                argv=(MODEL + flags).split(),
+            )
+        finally:
+            shut_down()
+        return parse_log("".join(capfd.readouterr()))["lm loss"]
+
+    return run
+
+
+def assert_close_curves(got, want, bound=1e-2):
+    assert got.keys() == want.keys()
+    differences = {step: abs(got[step] - value) / value for step, value in want.items()}
+    print(f"largest relative difference of {len(want)} losses {max(differences.values()):.2e}")
+    assert max(differences.values()) < bound
+
+
+@pytest.mark.parametrize(("saver", "loader"), [(ENGINE, LOCAL), (LOCAL, ENGINE)], ids=["to local", "to the engine"])
+def test_checkpoint_goes_on_in_the_other_implementation(losses, tmp_path, saver, loader):
+    straight = losses(f"{saver}--train-iters 12 ")
+    losses(f"{saver}--train-iters 12 --save {tmp_path} --save-interval 6 --exit-interval 6 ")
+    resumed = losses(f"{loader}--train-iters 12 --load {tmp_path} ")
+    assert_close_curves(resumed, {step: loss for step, loss in straight.items() if step > 6})
+
+
+@pytest.mark.parametrize(
+    "fp8", ["", "--fp8-format hybrid --fp8-recipe delayed ", "--fp8-format e4m3 --fp8-recipe blockwise "]
+)
+def test_captured_steps_are_those_of_eager_ones(losses, fp8):
+    flags = f"{ENGINE}{DROP_PAD}{fp8}--train-iters 12 "
+    eager = losses(flags)
+    graph = losses(f"{flags}--cuda-graph-impl full_iteration ")
+    assert graph_state.num_graphs() == 0
+    assert_close_curves(graph, eager)
