@@ -36,6 +36,7 @@ class Case:
     """rows of each rank; None: exact sizes"""
     routing: str = "random"
     is_strided: bool = False
+    """hidden states and rows are views, gradients expanded"""
     is_packed: bool = False
     """rows travel as codes and scales"""
     seed: int = 0
@@ -130,6 +131,8 @@ def _run_case(case: Case, device: str, ranks: Ranks) -> list[str]:
     generator = case.generator(device)
     ids = case.expert_ids(device, generator)
     hidden, grads = (case.normal(list(case.tokens), device, generator) for _ in range(2))
+    if case.is_strided:
+        grads = [one[:, :1].expand(-1, case.width) for one in grads]
     probs = [torch.rand(x.shape, device=device, generator=generator) for x in ids]
     reference = LocalExchange(ids, case.experts, case.multiple, case.budget)
     exchanges = ranks.exchanges(case, ids)
@@ -248,6 +251,7 @@ NATIVE_CASES = [
     large(tokens=(1, 3, 63, 0), experts=2, topk=3),
     large(tokens=(63, 64, 65, 0, 1, 3, 4095, 16), experts=8, topk=8, width=512, multiple=16),
     large(tokens=(4095, 16384), experts=64, topk=8, width=2048),
+    large(tokens=(16384, 3), experts=16, topk=7, width=128),
     large(tokens=(4096, 4096), experts=4, topk=2, width=4096, multiple=128),
     large(tokens=(4096, 4095), experts=128, topk=8, width=7168, dtype="bf16"),
     large(tokens=(4096,) * 8, experts=32, topk=8, width=7168),

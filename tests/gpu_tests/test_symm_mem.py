@@ -168,7 +168,7 @@ def test_rounds_end_with_a_single_hardware_queue():
     assert "rounds 300 wrong 0" in done.stdout, done.stdout + done.stderr[-2000:]
 
 
-def test_steps_leave_memory_flat():
+def test_steps_leave_memory_and_handles_flat():
     exact, ranks, tensors = large(tokens=(300, 200)), Ranks(STATIC, "cuda"), inputs(STATIC)
     others = Ranks(exact, "cuda")
     used = []
@@ -177,7 +177,8 @@ def test_steps_leave_memory_flat():
         if step % 20 == 0:
             assert run_case(exact, "cuda", others) == []
         torch.cuda.synchronize()
-        used.append(torch.cuda.memory_allocated())
+        buffers = sum(len(one.group._allocations) for one in (ranks, others))
+        used.append((torch.cuda.memory_allocated(), len(os.listdir("/proc/self/fd")), buffers))
     assert used[4] == used[199], used[::20]
 
 

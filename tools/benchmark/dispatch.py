@@ -2,7 +2,7 @@
 
     python tools/benchmark/dispatch.py                 one GPU: two ranks in one process, each kernel by itself
     python tools/benchmark/dispatch.py --sweep         one GPU: tilings of each kernel
-    python tools/benchmark/dispatch.py --gpus 2        a process per GPU: ours, and NCCL all-to-all with permute
+    python tools/benchmark/dispatch.py --gpus 2        a process per GPU: ours and NCCL with permute (never run)
 
 On one GPU nothing crosses a link: a kernel's figure is its bandwidth, bytes of rows read and written, beside that of a
 plain copy of as many bytes in the same run. On several GPUs a figure is the time of the whole operation. Everything is
