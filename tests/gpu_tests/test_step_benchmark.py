@@ -28,5 +28,17 @@ def test_captured_steps_are_timed_beside_eager_ones(name):
 
 
 @pytest.mark.parametrize("name", step.SLICES)
+def test_captured_step_in_fp8_is_timed_beside_bf16(name):
+    rows = ["--variants", "graph", "--precisions", "bf16", "fp8", "--flags", "--train-iters 13"]
+    assert step.main(["--slice", name, *rows, "--folder", str(FOLDER)]) == 0
+
+
+@pytest.mark.parametrize("name", step.SLICES)
 def test_kernels_of_a_captured_step_are_listed(name):
     assert step.main(["--slice", name, "--variants", "graph", "--kernels", "--folder", str(FOLDER)]) == 0
+
+
+@pytest.mark.parametrize("name", step.SLICES)
+def test_kernels_of_a_captured_step_in_fp8_are_listed(name):
+    words = ["--variants", "graph", "--kernels", "--precisions", "fp8"]
+    assert step.main(["--slice", name, *words, "--folder", str(FOLDER)]) == 0

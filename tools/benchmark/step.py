@@ -2,18 +2,20 @@
 
     python tools/benchmark/step.py --slice A                         eager and captured, on one GPU
     python tools/benchmark/step.py --slice C --variants drop-pad     one row; --gpus 2 for two GPUs
+    python tools/benchmark/step.py --slice A --variants graph --precisions bf16 fp8
     python tools/benchmark/step.py --slice A --variants graph --kernels     kernels of one step by name (kernels.py)
 
-A slice is a launch file in tools/benchmark/slices; a variant adds flags to it. Every row is a run of its own: two eager
-steps, from the third on what the variant asks for; the steps after that are timed by the training log. Rows are written
-one by one to step-<slice>-<gpus>gpu.json in docs/evidence/benchmarks or --folder: raw times, losses, overflows, peak
-memory, clocks, and what the result depends on. A row counts only if no timed step was repeated and its losses are
-finite and within 1 % of those of the eager run.
+A slice is a launch file in tools/benchmark/slices; a variant and a precision add flags to it. Every row is a run of its
+own: two eager steps, from the third on what the variant asks for; the steps after that are timed by the training log.
+Rows are written one by one to step-<slice>-<gpus>gpu.json in docs/evidence/benchmarks or --folder: raw times, losses,
+overflows, peak memory, clocks, and what the result depends on. A row counts only if no timed step was repeated and its
+losses are finite and within 1 % of those of the eager run, or else of the first row.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import re
 import shlex
@@ -41,6 +43,8 @@ VARIANTS = {
     "drop-pad": f"{GRAPH} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
 }
 """Name of a row -> flags; the first is the one that others are compared with."""
+PRECISIONS = {"bf16": "", "fp8": "--fp8-format e4m3 --fp8-recipe delayed"}
+"""Name -> flags. Of the FP8 recipes that one reads each matrix once and has the fastest products."""
 FIRST_TIMED_STEP = 4
 LIMIT_SECONDS = 240
 LOSS_TOLERANCE = 1e-2
@@ -93,6 +97,12 @@ def read_row(log: str) -> dict[str, Any]:
     }
 
 
+def reference_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The row whose losses others must have: of the eager run, else the first."""
+    ended = [row for row in rows if "losses" in row]
+    return next((row for row in ended if row["variant"] == REFERENCE), ended[0] if ended else None)
+
+
 def judge(row: dict[str, Any], reference: dict[str, Any] | None) -> str:
     """Why a row does not count; "counts" if it does."""
     if not all(math.isfinite(loss) for loss in row["losses"]):
@@ -100,18 +110,18 @@ def judge(row: dict[str, Any], reference: dict[str, Any] | None) -> str:
     if row["overflows_in_timed_steps"]:
         return "timed steps were repeated"
     if reference is None:
-        return "counts, without an eager run beside it"
+        return "counts, without another run beside it"
     pairs = zip(row["losses"], reference["losses"], strict=False)
     worst = max(abs(a - b) / abs(b) for a, b in pairs)
-    return "counts" if worst <= LOSS_TOLERANCE else f"losses differ from the eager run by {worst:.1e}"
+    return "counts" if worst <= LOSS_TOLERANCE else f"losses differ from the other run by {worst:.1e}"
 
 
-def list_kernels(slice_name: str, variant: str, flags: str, gpus: int, folder: Path) -> bool:
+def list_kernels(slice_name: str, variant: str, precision: str, flags: str, gpus: int, folder: Path) -> bool:
     """Profile step FIRST_TIMED_STEP of a row, print and write its kernels; False if the run failed."""
     with tempfile.TemporaryDirectory() as traces:
         window = f"--profile-step-start {FIRST_TIMED_STEP - 1} --profile-step-end {FIRST_TIMED_STEP}"
         profile = f"--profile --use-pytorch-profiler --profile-ranks 0 --tensorboard-dir {traces} {window}"
-        more = f"{VARIANTS[variant]} {flags} --train-iters {FIRST_TIMED_STEP} {profile}"
+        more = f"{VARIANTS[variant]} {PRECISIONS[precision]} {flags} --train-iters {FIRST_TIMED_STEP} {profile}"
         command, log, seconds, code = launch(slice_name, more, gpus)
         trace = Path(traces) / "profile" / "rank-0.json"
         events = read_trace(trace) if code == 0 else []
@@ -119,8 +129,16 @@ def list_kernels(slice_name: str, variant: str, flags: str, gpus: int, folder: P
     found = bool(table["kernels"])
     print(f"{slice_name} {variant}: exit code {code}, {seconds:.0f} s")
     print("\n".join(lines(table)) if found else log[-3000:], flush=True)
-    record = {"slice": slice_name, "variant": variant, "gpus": gpus, "command": shlex.join(command), **table}
-    write_result(folder / f"kernels-{slice_name}-{variant}.json", record)
+    record = {
+        "slice": slice_name,
+        "variant": variant,
+        "precision": precision,
+        "gpus": gpus,
+        "command": shlex.join(command),
+        **table,
+    }
+    name = "-".join(["kernels", slice_name, variant, *([precision] if precision != "bf16" else [])])
+    write_result(folder / f"{name}.json", record)
     return found
 
 
@@ -129,24 +147,26 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slice", choices=SLICES, required=True)
     parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=[REFERENCE, "graph"])
+    parser.add_argument("--precisions", nargs="+", choices=tuple(PRECISIONS), default=["bf16"])
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--flags", default="", help="added to every row")
     parser.add_argument("--kernels", action="store_true", help="list the kernels of one step of each row instead")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "evidence" / "benchmarks")
     args = parser.parse_args(argv)
     if args.kernels:
-        listed = [list_kernels(args.slice, name, args.flags, args.gpus, args.folder) for name in args.variants]
+        pairs = itertools.product(args.variants, args.precisions)
+        listed = [list_kernels(args.slice, *pair, args.flags, args.gpus, args.folder) for pair in pairs]
         return 0 if all(listed) else 1
     rows: list[dict[str, Any]] = []
     is_good = True
-    for variant in args.variants:
-        command, log, seconds, code = launch(args.slice, f"{VARIANTS[variant]} {args.flags}", args.gpus)
-        row: dict[str, Any] = {"slice": args.slice, "precision": "bf16", "variant": variant, "gpus": args.gpus}
+    for variant, precision in itertools.product(args.variants, args.precisions):
+        flags = f"{VARIANTS[variant]} {PRECISIONS[precision]} {args.flags}"
+        command, log, seconds, code = launch(args.slice, flags, args.gpus)
+        row: dict[str, Any] = {"slice": args.slice, "precision": precision, "variant": variant, "gpus": args.gpus}
         row |= {"command": shlex.join(command), "seconds": seconds, "exit_code": code}
         if code == 0:
             row |= read_row(log)
-            eager = next((known for known in rows if known["variant"] == REFERENCE and "losses" in known), None)
-            row["verdict"] = judge(row, eager)
+            row["verdict"] = judge(row, reference_of(rows))
         else:
             row["verdict"] = f"exit code {code}"
             row["log"] = log[-3000:]
@@ -154,8 +174,12 @@ def main(argv: list[str] | None = None) -> int:
         rows.append(row)
         is_good &= row["verdict"].startswith("counts")
         shown = ("step_ms", "tflops_per_gpu", "peak_allocated_mb", "peak_reserved_mb", "seconds", "verdict")
-        print(f"{args.slice} {variant}: " + ", ".join(f"{key} {row[key]}" for key in shown if key in row), flush=True)
-        write_result(args.folder / f"step-{args.slice}-{args.gpus}gpu.json", {"rows": rows})
+        print(
+            f"{args.slice} {variant} {precision}: " + ", ".join(f"{key} {row[key]}" for key in shown if key in row),
+            flush=True,
+        )
+        name = "-".join(["step", args.slice, f"{args.gpus}gpu", *args.precisions[1:]])
+        write_result(args.folder / f"{name}.json", {"rows": rows})
     return 0 if is_good else 1
 
 

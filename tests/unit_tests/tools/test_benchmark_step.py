@@ -6,7 +6,7 @@ import pytest
 
 from megatron.training.arguments import parse_args
 from tools.benchmark.result import ROOT
-from tools.benchmark.step import SLICES, VARIANTS, judge, read_row
+from tools.benchmark.step import PRECISIONS, SLICES, VARIANTS, judge, read_row, reference_of
 
 LINE = (
     " [2031-05-04 09:08:07.123456] iteration {step:8d}/      24 | consumed samples:  32 | elapsed time per iteration "
@@ -38,7 +38,7 @@ def test_warm_up_and_capture_are_not_timed():
         (log_of(), "counts"),
         (log_of(overflow_at=9), "timed steps were repeated"),
         (log_of(overflow_at=2), "counts"),
-        (log_of(loss=5.2), "losses differ from the eager run by 4.0e-02"),
+        (log_of(loss=5.2), "losses differ from the other run by 4.0e-02"),
         (log_of(loss=float("nan")), "a loss is not finite"),
     ],
     ids=["good", "repeated", "repeated-before", "other-loss", "nan"],
@@ -47,14 +47,25 @@ def test_row_counts_only_if_it_is_honest(log, verdict):
     assert judge(read_row(log), read_row(log_of())) == verdict
 
 
+def test_rows_are_compared_with_the_eager_run_or_else_the_first():
+    failed, graph, eager = (
+        {"variant": "eager"},
+        {"variant": "graph", "losses": [1.0]},
+        {"variant": "eager", "losses": []},
+    )
+    assert reference_of([failed, graph, eager]) is eager
+    assert reference_of([failed, graph]) is graph
+    assert reference_of([failed]) is None
+
+
 @pytest.mark.parametrize("name", SLICES)
-def test_launch_line_parses_with_every_variant(name, monkeypatch):
+def test_launch_line_parses_with_every_variant_and_precision(name, monkeypatch):
     text = (ROOT / "tools" / "benchmark" / "slices" / f"{name}.sh").read_text(encoding="utf-8")
     flags = text[text.index("pretrain_gpt.py") :].split(maxsplit=1)[1].replace("\\\n", " ")
     flags = (
         flags.replace('"$GPUS"', "1").replace("$((6 * GPUS))", "6").replace("$((3 * GPUS))", "3").replace('"$@"', "")
     )
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for variant in VARIANTS.values():
-        args = parse_args([*shlex.split(flags), *shlex.split(variant)])
+    for more in (*VARIANTS.values(), *PRECISIONS.values()):
+        args = parse_args([*shlex.split(flags), *shlex.split(more)])
         assert args.moe_router_force_load_balancing
