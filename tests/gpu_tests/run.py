@@ -52,6 +52,7 @@ FP8 = "tests/gpu_tests/test_fp8.py"
 DISPATCH = "tests/gpu_tests/test_dispatch_benchmark.py"
 OVERLAP = "tests/gpu_tests/test_overlap.py"
 OVERLAP_RUNS = "tests/gpu_tests/test_overlap_runs.py"
+OVERLAP_RANKS = "tests/gpu_tests/test_overlap_ranks.py"
 OVERLAP_MEMORY = "tests/gpu_tests/test_overlap_memory.py"
 STREAM_CHECK = "tests/gpu_tests/test_stream_check.py"
 GRAPH = "tests/gpu_tests/test_full_iteration_graph.py"
@@ -65,6 +66,7 @@ OWN_PARTS = (
     STREAM_CHECK,
     OVERLAP,
     OVERLAP_RUNS,
+    OVERLAP_RANKS,
     OVERLAP_MEMORY,
     LAUNCHES,
     WGRAD,
@@ -96,6 +98,8 @@ PARTS = (
     Part("overlap-2", (OVERLAP, "-k", "two_gpus"), 240, num_gpus=2),
     Part("overlap-share", (OVERLAP_RUNS, "-k", "not captured"), 90),
     Part("overlap-graph", (OVERLAP_RUNS, "-k", "captured"), 120),
+    Part("overlap-ranks", (OVERLAP_RANKS, "-k", "alltoall or last_weight"), 150),
+    Part("overlap-ranks-more", (OVERLAP_RANKS, "-k", "flex or profile"), 150),
     Part("overlap-memory", (OVERLAP_MEMORY,), 120),
     Part("stream-check", (STREAM_CHECK,), 90),
     Part("wgrad", (WGRAD, "--deselect", f"{WGRAD}::test_benchmark_sweeps_all_shapes"), 120),
