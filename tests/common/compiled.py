@@ -10,9 +10,8 @@ def compiled_for_hopper(kernel: Any, constants: dict[str, Any], types: dict[str,
 
     Args:
         constants: Values of the compile-time arguments; None for an operand that a launch does without.
-        types: Triton's types of the other arguments; what is not in it is a number if it is named like a size or a
-            stride, else a pointer to bf16. Numbers and pointers count as multiples of 16, as they are at the shapes of
-            models.
+        types: Triton's types of other arguments. What is not in it is a number if it is named like a size or a stride,
+            else a pointer to bf16. Integers and pointers count as multiples of 16, as they are at the shapes of models.
     """
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -20,14 +19,13 @@ def compiled_for_hopper(kernel: Any, constants: dict[str, Any], types: dict[str,
 
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
-    numbers = [name for name in names if name.startswith("num_") or name.endswith(("width", "stride", "eps"))]
+    numbers = [name for name in names if name.startswith("num_") or name.endswith(("width", "stride"))]
     signature = {name: types.get(name, "i32" if name in numbers else "*bf16") for name in names}
     signature |= dict.fromkeys(constants, "constexpr")
     constexprs = {(names.index(name),): value for name, value in constants.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name] != "constexpr"}
-    for name in names:
-        if signature[name] == "fp32":
-            del aligned[(names.index(name),)]
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name] not in ("constexpr", "fp32")
+    }
     built = triton.compile(ASTSource(kernel, signature, constexprs, aligned), target=GPUTarget("cuda", 90, 32))
     assert ".target sm_90" in built.asm["ptx"]
     return built.asm["ptx"]

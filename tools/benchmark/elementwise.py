@@ -2,10 +2,11 @@
 
     python tools/benchmark/elementwise.py                         all cases, on one GPU
     python tools/benchmark/elementwise.py --cases "swiglu A"      one of them
+    python tools/benchmark/elementwise.py --sweep                 the same under other tilings, the fastest first
 
 Bytes are what a kernel must read and write. The copy reads half as many and writes half as many; kernel, copy and the
-plain form in torch are timed in turn, as replays of CUDA graphs. Writes elementwise.json into docs/evidence/benchmarks
-or --folder.
+plain form in torch are timed in turn, as replays of CUDA graphs. Writes elementwise.json (elementwise-sweep.json) into
+docs/evidence/benchmarks or --folder.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +25,10 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.core.fusions import fused_qkv_heads, fused_rope, fused_swiglu
+from megatron.core.fusions.fused_norm import rms_norm
+from megatron.core.fusions.fused_qkv_heads import HeadNorms, kernel_heads, kernel_heads_backward
+from megatron.core.fusions.fused_rope import RotaryTables, apply_rotary, kernel_rotary
 from megatron.core.fusions.fused_swiglu import kernel_swiglu, kernel_swiglu_backward
 from megatron.core.fusions.fused_weighted_activation import weighted_activation
 from tools.benchmark.dispatch import time_in_turn
@@ -61,17 +68,122 @@ def swiglu_case(num_rows: int, width: int) -> Iterator[tuple[str, int, Call, Cal
     )
 
 
+def angles(positions: int, channels: int) -> RotaryTables:
+    """Tables in bf16 [s, 1, 1, d] of some angles."""
+    angle = torch.outer(torch.arange(positions), 1e6 ** (-torch.arange(channels // 2) * 2 / channels))
+    return RotaryTables.from_angles(torch.cat((angle, angle), dim=-1)[:, None, None].cuda(), torch.bfloat16)
+
+
+def rotary_case(shape: tuple[int, int, int, int, int]) -> Iterator[tuple[str, int, Call, Call]]:
+    """Rotary embedding of the queries inside a QKV product [s, b, g, r + 2, c]."""
+    mixed, tables = normal(*shape), angles(shape[0], shape[-1])
+    query = mixed[:, :, :, :-2].flatten(2, 3).requires_grad_()
+    plain, grad = apply_rotary(query, tables, fuses=False), normal(*query.shape, seed=1)
+    moved = 2 * query.nbytes + 2 * tables.cos.nbytes
+    yield "forward", moved, lambda: kernel_rotary(query, tables), lambda: apply_rotary(query, tables, fuses=False)
+    yield (
+        "backward",
+        moved,
+        lambda: kernel_rotary(grad, tables, backward=True),
+        lambda: torch.autograd.grad(plain, query, grad, retain_graph=True),
+    )
+
+
+def plain_heads(mixed: torch.Tensor, norms: HeadNorms, tables: RotaryTables) -> list[torch.Tensor]:
+    """Query, key and value of mixed [s, b, g, r + 2, c] by torch."""
+    query, key, value = mixed.split([mixed.shape[3] - 2, 1, 1], dim=3)
+    query = rms_norm(query.flatten(2, 3), norms.query_weight, norms.eps)
+    key = rms_norm(key.squeeze(3), norms.key_weight, norms.eps)
+    return [apply_rotary(query, tables, fuses=False), apply_rotary(key, tables, fuses=False), value.squeeze(3)]
+
+
+def heads_case(shape: tuple[int, int, int, int, int]) -> Iterator[tuple[str, int, Call, Call]]:
+    """Split, norms and rotary embedding of a QKV product [s, b, g, r + 2, c]."""
+    mixed, tables = normal(*shape).requires_grad_(), angles(shape[0], shape[-1])
+    weights = [normal(shape[-1], seed=seed).requires_grad_() for seed in (1, 2)]
+    norms = HeadNorms(*weights, 1e-6, False)
+    plain = plain_heads(mixed, norms, tables)
+    grads = tuple(normal(*head.shape, seed=3) for head in plain)
+    normed = plain[0].nbytes + plain[1].nbytes
+    yield (
+        "forward",
+        2 * normed + 2 * tables.cos.nbytes,
+        lambda: kernel_heads(mixed, norms, tables, False),
+        lambda: plain_heads(mixed, norms, tables),
+    )
+    yield (
+        "backward",
+        normed + 2 * mixed.nbytes + 2 * tables.cos.nbytes,
+        lambda: kernel_heads_backward(grads, mixed, norms, tables, False),
+        lambda: torch.autograd.grad(plain, [mixed, *weights], grads, retain_graph=True),
+    )
+
+
 CASES: dict[str, Case] = {
     "swiglu A": lambda: swiglu_case(131072, 768),
     "swiglu C": lambda: swiglu_case(16384, 14336),
+    "rotary A": lambda: rotary_case((4096, 4, 4, 10, 128)),
+    "heads A": lambda: heads_case((4096, 4, 4, 10, 128)),
+    "heads C": lambda: heads_case((4096, 2, 8, 6, 128)),
 }
 """Shapes of the model slices."""
 
+SWEEPS: dict[str, tuple[ModuleType, dict[str, list[dict[str, int]]]]] = {
+    "swiglu A": (
+        fused_swiglu,
+        {
+            way: [
+                {f"{way.upper()}_TILE": tile, f"{way.upper()}_WARPS": w} for tile in (1024, 2048, 4096) for w in (4, 8)
+            ]
+            for way in ("forward", "backward")
+        },
+    ),
+    "rotary A": (fused_rope, {"forward": [{"TILE": t, "WARPS": w} for t in (1024, 2048, 4096) for w in (4, 8)]}),
+    "heads A": (
+        fused_qkv_heads,
+        {
+            "forward": [{"FORWARD_TILE": tile, "FORWARD_WARPS": w} for tile in (1024, 2048, 4096) for w in (2, 4, 8)],
+            "backward": [
+                {"BACKWARD_TILE": tile, "BACKWARD_WARPS": w, "PROGRAMS": programs}
+                for tile, w in ((1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8))
+                for programs in (1056, 2048, 4096, 8192)
+            ],
+        },
+    ),
+}
+"""Settings of the module that launches the kernels of a case."""
 
-def measure(case: Case) -> dict[str, Any]:
+
+@contextmanager
+def setting(module: ModuleType, values: dict[str, int]) -> Iterator[None]:
+    """Give constants of a module other values inside the block."""
+    kept = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(kept)
+
+
+def sweep(case: str) -> dict[str, Any]:
+    """Time the kernels of a case under every setting; {kernel: {setting: microseconds}}, the fastest first."""
+    module, settings = SWEEPS[case]
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        for name, _, kernel, _ in CASES[case]():
+            times = {}
+            for values in settings.get(name, []):
+                with setting(module, values):
+                    label = ", ".join(f"{key.lower()} {value}" for key, value in values.items())
+                    times[label] = statistics.median(time_in_turn({label: kernel})[label])
+            found[name] = dict(sorted(times.items(), key=lambda item: item[1]))
+    return found
+
+
+def measure(case: str) -> dict[str, Any]:
     """Time each kernel of a case beside a copy and its plain form."""
     found: dict[str, Any] = {}
-    for name, moved, kernel, plain in case():
+    for name, moved, kernel, plain in CASES[case]():
         source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
         calls = {"kernel": kernel, "copy": lambda s=source, t=target: t.copy_(s), "plain": plain}
@@ -94,21 +206,30 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES), metavar="CASE")
+    parser.add_argument("--sweep", action="store_true", help="time the kernels under other tilings")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "evidence" / "benchmarks", help="of the result")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a GPU; the same kernels run on a CPU in tests/unit_tests/core/fusions")
     results: dict[str, Any] = {}
     for case in args.cases:
-        results[case] = measure(CASES[case])
-        for name, row in results[case].items():
-            print(
-                f"{case:16s} {name:10s} {row['us']:8.1f} us {row['gb_per_s']:6.0f} GB/s = "
-                f"{row['share_of_copy']:4.0%} of a copy; plain {row['plain_us']:8.1f} us",
-                flush=True,
-            )
-        write_result(args.folder / "elementwise.json", results)
+        if args.sweep and case not in SWEEPS:
+            continue
+        results[case] = sweep(case) if args.sweep else measure(case)
+        for name, figures in results[case].items():
+            print("\n".join(f"{case} {name}: {line}" for line in described(figures)), flush=True)
+        write_result(args.folder / f"elementwise{'-sweep' if args.sweep else ''}.json", results)
     return 0
+
+
+def described(figures: dict[str, Any]) -> list[str]:
+    """Lines that tell the figures of a kernel."""
+    if "share_of_copy" not in figures:
+        return [f"{time_us:8.1f} us  {label}" for label, time_us in figures.items()]
+    return [
+        f"{figures['us']:8.1f} us {figures['gb_per_s']:6.0f} GB/s = {figures['share_of_copy']:4.0%} of a copy; "
+        f"plain {figures['plain_us']:8.1f} us"
+    ]
 
 
 if __name__ == "__main__":

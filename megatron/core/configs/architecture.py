@@ -64,6 +64,9 @@ class ArchitectureConfig(ConfigTopic):
     rotary_interleaved: bool = False
     """Rotate even and odd pairs of a head instead of its halves."""
 
+    apply_rope_fusion: bool = knob(True, flag="--no-rope-fusion")
+    """On a GPU the rotary embedding, with the norms of heads before it, is one kernel that rounds once."""
+
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
     """Attention kernel: flash, fused (cuDNN), plain matrix products (unfused, local), or torch's choice (auto)."""
 

@@ -29,6 +29,8 @@ from megatron.core.optional_deps import tl, triton_jit
 FORWARD_TILE, BACKWARD_TILE = 2048, 1024
 """Elements of y that a program holds at a time."""
 
+FORWARD_WARPS, BACKWARD_WARPS = 4, 4
+
 WIDE = 2048
 """From this inner width on a tile lies in fewer rows, so that long rows are shared by more lanes."""
 
@@ -74,7 +76,7 @@ def kernel_swiglu(x: torch.Tensor, bias: torch.Tensor | None, probs: torch.Tenso
         grid = (-(-len(rows) // num_rows) * -(-width // columns),)
         streams.declare("swiglu", (rows, bias, probs), (out,))
         shape = (len(rows), width, rows.stride(0), num_rows, columns)
-        _forward_kernel[grid](rows, bias, probs, out, *shape, is_interpreted())
+        _forward_kernel[grid](rows, bias, probs, out, *shape, is_interpreted(), num_warps=FORWARD_WARPS)
     return out
 
 
@@ -91,7 +93,7 @@ def kernel_swiglu_backward(
         streams.declare("swiglu backward", (grads, rows, bias, probs), (grad_x, grad_probs))
         shape = (len(rows), width, rows.stride(0), grads.stride(0), num_rows, columns)
         _backward_kernel[(-(-len(rows) // num_rows),)](
-            grads, rows, bias, probs, grad_x, grad_probs, *shape, is_interpreted()
+            grads, rows, bias, probs, grad_x, grad_probs, *shape, is_interpreted(), num_warps=BACKWARD_WARPS
         )
     return grad_x, grad_probs
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.fusions.fused_qkv_heads import HeadNorms, fused_heads, has_heads_kernel
 from megatron.core.fusions.fused_rope import RotaryTables, apply_rotary
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.parameter import hidden_init, output_init
@@ -31,6 +32,7 @@ from megatron.core.tensor_parallel.recompute import checkpoint, recomputes
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.utils.divide import divide
 from megatron.core.utils.groups import group_size
 
@@ -117,15 +119,7 @@ class SelfAttention(MegatronModule):
         Shapes: hidden_states [s, b, h], attention_mask bool broadcastable to [b, 1, s, s], True = masked,
             rotary_pos_emb tables or angles [s, 1, 1, d] -> [s, b, h], bias [h] or None.
         """
-        query, key, value = self.get_query_key_value_tensors(hidden_states)
-        if rotary_pos_emb is not None:
-            tables = (
-                rotary_pos_emb
-                if isinstance(rotary_pos_emb, RotaryTables)
-                else RotaryTables.from_angles(rotary_pos_emb, query.dtype)
-            )
-            query = apply_rotary(query, tables, self.config.rotary_interleaved)
-            key = apply_rotary(key, tables, self.config.rotary_interleaved)
+        query, key, value = self._rotated_heads(self._project(hidden_states), rotary_pos_emb)
         if recomputes(self.config, "core_attn"):
             attend = functools.partial(self.core_attention, attention_mask=attention_mask)
             return self.linear_proj(checkpoint(attend, query, key, value, draws=self.config.attention_dropout > 0.0))
@@ -135,12 +129,50 @@ class SelfAttention(MegatronModule):
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project and normalise: [s, b, h] -> query [s, b, n, d], key and value [s, b, g, d]."""
+        return self._normed_heads(self._project(hidden_states))
+
+    def _project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[s, b, h] -> [s, b, g, r + 2, d]."""
         mixed, _ = self.linear_qkv(hidden_states)
         repeats = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
         # [s, b, g * (r + 2) * d] -> [s, b, g, r + 2, d]
-        mixed = mixed.unflatten(
+        return mixed.unflatten(
             -1, (self.num_query_groups_per_partition, repeats + 2, self.hidden_size_per_attention_head)
         )
-        query, key, value = mixed.split([repeats, 1, 1], dim=3)
+
+    def _normed_heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Split and normalise: [s, b, g, r + 2, d] -> query [s, b, n, d], key and value [s, b, g, d]."""
+        query, key, value = mixed.split([mixed.shape[3] - 2, 1, 1], dim=3)
         query, key = self.q_layernorm(query.flatten(2, 3)), self.k_layernorm(key.squeeze(3))
         return query, key, value.squeeze(3)
+
+    def _rotated_heads(
+        self, mixed: torch.Tensor, rotary: RotaryTables | torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Split, normalise and turn: mixed [s, b, g, r + 2, d], tables or angles [s, 1, 1, d] -> as `_normed_heads`."""
+        if rotary is None:
+            return self._normed_heads(mixed)
+        tables = rotary if isinstance(rotary, RotaryTables) else RotaryTables.from_angles(rotary, mixed.dtype)
+        interleaved, fuses = self.config.rotary_interleaved, self.config.apply_rope_fusion
+        heads = self._heads_by_kernel(mixed, tables) if fuses else None
+        if heads is not None:
+            return heads
+        query, key, value = self._normed_heads(mixed)
+        query = apply_rotary(query, tables, interleaved, fuses)
+        return query, apply_rotary(key, tables, interleaved, fuses), value
+
+    def _heads_by_kernel(
+        self, mixed: torch.Tensor, tables: RotaryTables
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """What `_rotated_heads` returns, by one kernel; None if there is none for mixed [s, b, g, r + 2, d]."""
+        query_norm, key_norm = self.q_layernorm, self.k_layernorm
+        norms = None
+        if isinstance(query_norm, WrappedTorchNorm) and isinstance(key_norm, WrappedTorchNorm):
+            if query_norm.bias is not None:
+                return None
+            norms = HeadNorms(query_norm.weight, key_norm.weight, query_norm.eps, query_norm.zero_centered)
+        elif not (isinstance(query_norm, IdentityOp) and isinstance(key_norm, IdentityOp)):
+            return None
+        if not has_heads_kernel(mixed, norms, tables):
+            return None
+        return fused_heads(mixed, norms, tables, self.config.rotary_interleaved)

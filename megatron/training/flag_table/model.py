@@ -15,7 +15,6 @@ FEATURES = (
     no_effect(
         "choice of fused kernels",
         "the same maths runs in the form that fits the device",
-        negative("--no-rope-fusion", "apply_rope_fusion"),
         negative("--no-bias-dropout-fusion", "bias_dropout_fusion"),
         negative("--no-masked-softmax-fusion", "masked_softmax_fusion"),
         switch("--no-persist-layer-norm"),
