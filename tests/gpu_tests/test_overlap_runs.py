@@ -4,7 +4,6 @@ One rank holds all experts, and the kernels of symmetric memory send its rows to
 there, as nothing needs to be hidden; a callback switches it on.
 """
 
-import itertools
 import json
 
 import pytest
@@ -29,7 +28,8 @@ SYMM_MEM = (
     "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-engine symm_mem "
     "--train-iters {steps} --eval-iters 0 "
 )
-NUM_STEPS = 28  # 3 eager, then replays
+NUM_STEPS, HASH_INTERVAL = 28, 7  # 3 eager, then replays
+CAPTURED = f"{SYMM_MEM.format(steps=NUM_STEPS)}--log-interval {HASH_INTERVAL} "
 FAST = MODEL.replace("--deterministic-mode --log-state-hash", "").replace("--log-num-zeros-in-grad", "")
 SLEEP_CYCLES = 20_000_000
 """Some 10 ms."""
@@ -138,19 +138,28 @@ def test_share_is_logged_eagerly_and_not_under_a_graph(start):
 # Captured steps.
 
 
+def hashes_of(start, flags, switches=()):
+    """State hashes of a run by step, and what it counted."""
+    run, log = start(flags, [Disturbances(), *switches])
+    print(f"{len(switches)} switches, {flags[-60:]}: {dict(run.counters)}")
+    return parse_state_hashes(log), run.counters
+
+
+def test_overlap_trains_the_bits_of_the_plain_schedule(start):
+    flags = CAPTURED + DROPOUT["0.1"]
+    expected, _ = hashes_of(start, flags)
+    assert len(expected) == NUM_STEPS // HASH_INTERVAL
+    assert hashes_of(start, flags)[0] == expected, "not deterministic: nothing can be compared"
+    assert hashes_of(start, flags, [SwitchOn(True)])[0] == expected
+
+
 @pytest.mark.parametrize("dropout", DROPOUT)
 def test_captured_overlap_trains_the_bits_of_eager_steps_without_it(start, dropout):
-    flags = SYMM_MEM.format(steps=NUM_STEPS) + DROPOUT[dropout]
-    expected = parse_state_hashes(start(flags)[1])
-    assert len(expected) == NUM_STEPS
-    assert parse_state_hashes(start(flags)[1]) == expected, "not deterministic: nothing can be compared"
-    for delays_wgrad, graph in itertools.product((False, True), ("", GRAPH)):
-        run, log = start(flags + graph, [Disturbances(), SwitchOn(delays_wgrad)])
-        counters = dict(run.counters)
-        print(f"delays_wgrad={delays_wgrad} {graph}: {counters}")
-        hashes = parse_state_hashes(log)
-        wrong = [step for step in expected if hashes.get(step) != expected[step]]
-        assert not wrong, f"delays_wgrad={delays_wgrad} {graph}: state differs from step {wrong[0]} on"
+    flags = CAPTURED + DROPOUT[dropout]
+    expected, _ = hashes_of(start, flags)
+    for delays_wgrad in (False, True):
+        hashes, counters = hashes_of(start, flags + GRAPH, [SwitchOn(delays_wgrad)])
+        assert hashes == expected, f"delays_wgrad={delays_wgrad}"
         assert counters["pairs overlapped"] > 0
         assert (counters["wgrads deferred"] > 0) == delays_wgrad
-        assert counters.get("graph replays", 0) >= (NUM_STEPS - 4 if graph else 0)
+        assert counters["graph replays"] >= NUM_STEPS - 4
