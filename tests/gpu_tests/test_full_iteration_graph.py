@@ -172,6 +172,29 @@ def test_every_step_overflows_and_the_run_is_that_without_budgets(start, budgets
     assert run.counters["graph captures"] <= (2 if budgets == "exact" else 6)
 
 
+class Reserved(Callback):
+    """Memory in use and reserved after each step, MiB, and captures so far."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_step_end(self, run, result):
+        memory = torch.cuda.memory_allocated() >> 20, torch.cuda.memory_reserved() >> 20
+        self.seen.append((*memory, run.counters["graph captures"], run.counters["row overflows"]))
+
+
+def test_two_hundred_overflows_take_no_more_memory(start):
+    """Every step is a replay that overflows and an eager step in the memory of the graph."""
+    memory = Reserved()
+    flags = "--train-iters 200 --log-interval 50 --eval-iters 0 --moe-expert-rank-capacity-factor 0.5 "
+    plain = MODEL.replace("--deterministic-mode --log-state-hash", "").replace("--log-num-zeros-in-grad", "")
+    start(DROPOUT["0.1"] + flags + GRAPH, [memory], plain)
+    early, last = memory.seen[19], memory.seen[-1]
+    print(f"MiB in use, MiB reserved, captures, overflows: step 20 {early}, step 200 {last}")
+    assert early[:3] == last[:3]
+    assert (last[2], last[3]) == (1, 200)
+
+
 def test_skipped_steps_of_a_loss_scale_are_equal(start):
     scale = "--fp16 --initial-loss-scale 4294967296 --hysteresis 1 --loss-scale-window 5 "
     flags = DROP_PAD + DROPOUT["0"] + scale + "--train-iters 30 "

@@ -23,6 +23,11 @@ def _git(*words: str) -> str:
     return answer.stdout.strip()
 
 
+def commit() -> str | None:
+    """Return the commit that is checked out."""
+    return _git("rev-parse", "HEAD") or None
+
+
 def processor() -> str:
     """Return the name of the processor, as far as the system tells it."""
     info = Path("/proc/cpuinfo")
@@ -36,7 +41,7 @@ def write_result(path: Path, results: dict[str, Any]) -> None:
     record = {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD") or None,
+        "commit": commit(),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "environment": {
             "python": platform.python_version(),

@@ -5,6 +5,7 @@ import shlex
 import pytest
 
 from megatron.training.arguments import parse_args
+from tools.benchmark import step
 from tools.benchmark.result import ROOT
 from tools.benchmark.step import PRECISIONS, SLICES, VARIANTS, judge, read_row, reference_of
 
@@ -56,6 +57,44 @@ def test_rows_are_compared_with_the_eager_run_or_else_the_first():
     assert reference_of([failed, graph, eager]) is eager
     assert reference_of([failed, graph]) is graph
     assert reference_of([failed]) is None
+
+
+COUNTERS = "counters: {'re-runs': 14, 'graph captures': 1, 'graph replays': 12}\n"
+
+
+@pytest.mark.parametrize(
+    ("overflow_at", "counters", "verdict"),
+    [
+        (range(1, 25), COUNTERS, "counts"),
+        (range(1, 9), COUNTERS, "only 5 of 21 timed steps overflowed"),
+        (range(1, 25), COUNTERS.replace("captures': 1", "captures': 12"), "the graph did not survive"),
+    ],
+    ids=["all", "some", "captured-again"],
+)
+def test_row_of_overflows_counts_if_all_steps_overflow_and_the_graph_survives(overflow_at, counters, verdict):
+    lines = [LINE.format(step=i, ms=100.0, tflops=300.0, loss=5.0, over=int(i in overflow_at)) for i in range(1, 25)]
+    row = read_row("".join(lines) + PEAK + counters) | {"variant": "overflow"}
+    assert judge(row, read_row(log_of())) == verdict
+
+
+def test_rows_of_other_variants_stay_and_judge_the_new_one(tmp_path, monkeypatch):
+    losses = {"eager": 5.0, "graph": 5.2}
+
+    def launch(slice_name, flags, gpus):
+        return ["bash"], log_of(loss=losses["graph" if "full_iteration" in flags else "eager"]), 1.0, 0
+
+    monkeypatch.setattr(step, "launch", launch)
+    words = ["--slice", "A", "--folder", str(tmp_path), "--variants"]
+    monkeypatch.setattr(step, "EVIDENCE", tmp_path)
+    assert step.main([*words, "eager"]) == 0
+    assert step.main([*words, "graph"]) == 1
+    losses["graph"] = 5.0
+    assert step.main([*words, "graph"]) == 0
+    rows = step.rows_of(tmp_path / "step-A-1gpu.json")
+    assert [(row["variant"], row["verdict"]) for row in rows] == [
+        ("eager", "counts, without another run beside it"),
+        ("graph", "counts"),
+    ]
 
 
 @pytest.mark.parametrize("name", SLICES)
