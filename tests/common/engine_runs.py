@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.module_api.global_names import named_global_parameters
-from tests.common import fake_te, layouts
+from tests.common import fake_te, layouts, resharding
 
 _FUSED = (
     (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
@@ -52,3 +52,17 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> layouts.Rank
 def engine_on_ranks(monkeypatch: Any) -> None:
     """Let `layouts.run_step` build models of the stand-in, on the workers of the pool."""
     monkeypatch.setattr(layouts, "step_job", step_job)
+
+
+def passage_job(job: Callable[..., Any], *arguments: Any) -> Any:
+    """A job of `resharding` on the stand-in; the names in its passages are those of the local implementation."""
+    kept = resharding.get_gpt_decoder_block_spec
+    with engine() as spec:
+        resharding.get_gpt_decoder_block_spec = spec
+        try:
+            found = job(*arguments)
+        finally:
+            resharding.get_gpt_decoder_block_spec = kept
+    for passage in found.values() if isinstance(found, dict) else [found]:
+        passage.state = {local_name(name): value for name, value in passage.state.items()}
+    return found

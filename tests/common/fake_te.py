@@ -21,11 +21,11 @@ def install(version: str = VERSION, without: tuple[str, ...] = ()) -> types.Modu
     """Make `import transformer_engine` find the stand-in; `without` as the column `evidence` of the probe's table."""
     root, pytorch, common, recipe = (types.ModuleType(name) for name in ("te", "pytorch", "common", "recipe"))
     missing = [entry.partition(":") for entry in without]
-    for name in ("Linear", "LayerNormLinear", "GroupedLinear"):
+    for name in ("Linear", "LayerNormLinear", "GroupedLinear", "DotProductAttention"):
         absent = tuple(argument for path, _, argument in missing if path == f"pytorch.{name}" and argument)
         base = getattr(fake_te_modules, name)
         setattr(pytorch, name, type(name, (base,), {"WITHOUT": absent}))
-    for name in ("RMSNorm", "LayerNorm", "DotProductAttention"):
+    for name in ("RMSNorm", "LayerNorm"):
         setattr(pytorch, name, getattr(fake_te_modules, name))
     pytorch.autocast, pytorch.fp8_autocast = _autocast, _fp8_autocast
     recipe.Format = fake_te_fp8.FORMATS

@@ -34,8 +34,8 @@ class WeightGradStore:
         self.enabled = False
 
 
-class Module(torch.nn.Module):
-    """Base of the linear modules."""
+class Bound(torch.nn.Module):
+    """A module with the arguments of the library's."""
 
     NAME = ""
     WITHOUT: tuple[str, ...] = ()
@@ -43,14 +43,21 @@ class Module(torch.nn.Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self.args = bound(self.__signature__, args, kwargs)
+
+    def __init_subclass__(cls) -> None:
+        cls.__signature__ = signature_of(cls.NAME, cls.WITHOUT) if cls.NAME else inspect.Signature()
+
+
+class Module(Bound):
+    """Base of the linear modules."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.fp8_meta: dict[str, Any] = {}
         self.fuse_wgrad_accumulation = self.args.fuse_wgrad_accumulation
         self.wgrad_store = WeightGradStore(getattr(self.args, "delay_wgrad_compute", False))
         self.tp_size = 1 if self.args.tp_group is None else dist.get_world_size(self.args.tp_group)
         assert not self.args.bias, "the stand-in has no bias"
-
-    def __init_subclass__(cls) -> None:
-        cls.__signature__ = signature_of(cls.NAME, cls.WITHOUT) if cls.NAME else inspect.Signature()
 
     @property
     def matrices(self) -> list[torch.nn.Parameter]:
@@ -255,12 +262,11 @@ class GroupedLinear(Module):
             super().backward_dw()
 
 
-class RMSNorm(torch.nn.Module):
+class RMSNorm(Bound):
     NAME, HAS_BIAS = "pytorch.RMSNorm", False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        self.args = bound(signature_of(self.NAME), args, kwargs)
+        super().__init__(*args, **kwargs)
         add_norm(self, self.args.normalized_shape, "", self.HAS_BIAS, **self.args.kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -271,12 +277,10 @@ class LayerNorm(RMSNorm):
     NAME, HAS_BIAS = "pytorch.LayerNorm", True
 
 
-class DotProductAttention(torch.nn.Module):
+class DotProductAttention(Bound):
     """Plain products; sequences that are spread over ranks are only taken note of."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        self.args = bound(signature_of("pytorch.DotProductAttention"), args, kwargs)
+    NAME = "pytorch.DotProductAttention"
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = bound(signature_of("pytorch.DotProductAttention.forward"), args, kwargs)

@@ -7,7 +7,7 @@ set is one more class with the same methods.
 from typing import Protocol
 
 from megatron.core.configs.transformer import TransformerConfig
-from megatron.core.extensions.transformer_engine.attention import TEDotProductAttention
+from megatron.core.extensions.transformer_engine.attention import TEDotProductAttention, choose_kernels
 from megatron.core.extensions.transformer_engine.grouped import TEGroupedLinear
 from megatron.core.extensions.transformer_engine.linear import (
     TEColumnParallelLinear,
@@ -85,6 +85,7 @@ class TransformerEngineSpecProvider:
     """
 
     def __init__(self, config: TransformerConfig) -> None:
+        choose_kernels(config.attention_backend)
         load_library()
         self._config = config
         # the library's norm wants the residual stream in the dtype of its weights

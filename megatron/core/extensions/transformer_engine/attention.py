@@ -3,6 +3,8 @@
 The library chooses among flash-attn, cuDNN and plain products by shape, precision and NVTE_* variables. Under context
 parallelism it exchanges keys and values itself; each rank holds chunks r and 2P - 1 - r of a sequence, as in this tree.
 
+`--attention-backend` becomes those variables, unless the user has set them: the library reads nothing else.
+
 Legend: s sequence, b batch, n query heads and g groups (key and value heads) of this rank, d channels of a head.
 """
 
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core import env
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.errors import ConfigError
 from megatron.core.extensions.transformer_engine.probe import load_library
@@ -19,6 +22,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import random_region
 from megatron.core.utils.divide import divide
 from megatron.core.utils.groups import group_size
+
+_KERNELS = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
+
+
+def choose_kernels(attention_backend: str) -> None:
+    """Allow the library the kernels of `--attention-backend` alone; `auto` leaves the choice to it."""
+    for name, variable in _KERNELS.items() if attention_backend in _KERNELS else ():
+        env.set_default(variable, "1" if name == attention_backend else "0")
 
 
 class TEDotProductAttention(MegatronModule):
@@ -40,9 +51,12 @@ class TEDotProductAttention(MegatronModule):
         self.is_causal = attn_mask_type.name == "causal"
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.is_shared = group_size(groups.cp) > 1
-        arguments: dict[str, Any] = _sharing_arguments(config, layer_number, groups) if self.is_shared else {}
+        library, arguments = load_library(), {}
+        if self.is_shared:
+            library.need("context_parallel", f"context_parallel_size={config.context_parallel_size}")
+            arguments = _sharing_arguments(config, layer_number, groups)
         assert config.kv_channels is not None, "kv_channels=None: heads without a width"
-        engine = load_library().root.pytorch.DotProductAttention(
+        engine = library.root.pytorch.DotProductAttention(
             divide(config.num_attention_heads, group_size(groups.tp)),
             config.kv_channels,
             num_gqa_groups=divide(config.num_query_groups, group_size(groups.tp)),

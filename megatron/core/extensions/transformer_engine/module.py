@@ -127,7 +127,8 @@ class EngineLayer(MegatronModule):
             )
         # [..., i] -> [num_rows + missing, i]
         padded = torch.nn.functional.pad(rows.reshape(num_rows, rows.shape[-1]), (0, 0, 0, missing))
-        return self.run_engine(padded)[:num_rows].view(*rows.shape[:-1], -1)
+        output = self.run_engine(padded)[:num_rows]
+        return output.view(*rows.shape[:-1], output.shape[-1])
 
     def _begin_backward(self, queue: WgradQueue | None, grads: tuple[torch.Tensor, ...]) -> None:
         """In front of a backward: defer its weight gradient exactly if its forward was recorded under a queue."""

@@ -42,6 +42,11 @@ FEATURES = {
     "delayed_wgrad": Feature(
         "2.3", "pytorch.GroupedLinear:delay_wgrad_compute", "upgrade it, or drop --delay-wgrad-compute"
     ),
+    "context_parallel": Feature(
+        "1.10",
+        "pytorch.DotProductAttention:cp_comm_type",
+        "upgrade it, or use --attention-backend local",
+    ),
     "save_original_input": Feature(
         "2.6",
         "pytorch.Linear:save_original_input",

@@ -1,14 +1,22 @@
 """Single layers and models on the stand-in for Transformer Engine: FP8, what is kept, names, delayed gradients."""
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron.core import parallel_state
+from megatron.core.errors import ConfigError
+from megatron.core.extensions.transformer_engine.linear import TEColumnParallelLinear
 from megatron.core.fp8.layer_state import GRADIENT, INPUT, WEIGHT, forget_weight_codes
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.module_api.sharded_state import sharded_model_state
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.grouped_mlp import GroupedMLP
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from tests.common import fake_te_fp8, overlapped_model
 from tests.common.engine_runs import engine, local_name
 from tests.common.moe_layers import moe_config
@@ -118,6 +126,15 @@ def test_rows_that_arrive_padded_are_kept_exactly_in_bf16(fp8, kept):
     assert (storage_of(rows) in saved) == experts.saves_rows == kept
 
 
+def test_an_expert_in_sequence_without_tokens_gets_gradients_of_zero():
+    with engine() as spec:
+        expert = build(moe_config(), spec).decoder.layers[0].mlp.experts.local_experts[0]
+        output, _ = expert(normal(0, 16).requires_grad_())
+        output.sum().backward()
+    assert output.shape == (0, 16)
+    assert expert.linear_fc1.weight.grad.eq(0).all()
+
+
 def test_grouped_experts_without_tokens_get_gradients_of_zero_and_rows_behind_are_zero():
     config = moe_config(moe_grouped_gemm=True)
     with engine() as spec:
@@ -148,3 +165,40 @@ def test_attention_with_a_mask_is_that_of_the_local_implementation():
         mask[..., 4, :2] = True
         for given in (None, mask):
             torch.testing.assert_close(attention(query, key, value, given), local(query, key, value, given))
+
+
+def context_parallel_arguments():
+    """Job: what the library's attention is given on a rank that shares its sequences."""
+    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
+    config = small_config(context_parallel_size=2, cp_comm_type=["p2p", "a2a"])
+    with engine() as spec:
+        layers = build(config, spec).decoder.layers
+    found = [layer.self_attention.core_attention._engine.args for layer in layers]
+    assert all(args.cp_group is parallel_state.get_context_parallel_group() for args in found)
+    with pytest.raises(ConfigError, match="context_parallel_size above 1: it takes no mask"):
+        layers[0].self_attention.core_attention(normal(4, 1, 4, 8), None, None, torch.zeros(1))
+    return [(args.cp_global_ranks, args.cp_comm_type, args.qkv_format) for args in found]
+
+
+def test_attention_shares_sequences_as_the_configuration_says(pool):
+    for found in pool.run(context_parallel_arguments, world_size=2):
+        assert found == [([0, 1], "p2p", "sbhd"), ([0, 1], "a2a", "sbhd")]
+
+
+def test_attention_backend_becomes_the_variables_of_the_library(monkeypatch):
+    variables = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+    monkeypatch.setattr(os, "environ", {"NVTE_UNFUSED_ATTN": "1"})
+    with engine() as spec:
+        spec(small_config(attention_backend="fused"))
+    assert [os.environ[name] for name in variables] == ["0", "1", "1"]
+
+
+def test_plain_scores_and_an_fp32_residual_stream_use_our_modules():
+    with engine() as spec:
+        layer = spec(
+            small_config(bf16=True, apply_query_key_layer_scaling=True, fp32_residual_connection=True)
+        ).layer_specs[0]
+    attention = layer.submodules.self_attention.submodules
+    assert attention.core_attention is DotProductAttention
+    assert layer.submodules.input_layernorm is WrappedTorchNorm
+    assert attention.linear_qkv is TEColumnParallelLinear
