@@ -19,13 +19,56 @@ from megatron.core.stream_check.collective_order import compare_records as compa
 __all__ = ["CollectiveLog", "Record", "compare_logs"]
 
 
-class CollectiveLog(TorchDispatchMode):
-    """Record the c10d ops issued inside the block; `sink` gets each as a line before it runs."""
+class _Watch(TorchDispatchMode):
+    """Shows the c10d ops to all open logs: one mode, however many are open, for every op pays for every mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs: list[CollectiveLog] = []
+        self._is_collective: dict[Any, bool] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard costs more than the look
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        is_collective = self._is_collective.get(func)
+        if is_collective is None:
+            is_collective = self._is_collective[func] = func.namespace == "c10d"
+        if is_collective:
+            record = record_of(func, args)
+            for log in self.logs:
+                log.note(record)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+_watch = _Watch()
+
+
+class CollectiveLog:
+    """Record the c10d ops issued inside the block; `sink` gets each as a line before it runs. Blocks may be nested."""
 
     def __init__(self, keep_last: int | None = None, sink: Any = None) -> None:
-        super().__init__()
         self._records: deque[Record] = deque(maxlen=keep_last)
         self._sink = sink
+
+    def __enter__(self) -> "CollectiveLog":
+        if not _watch.logs:
+            _watch.__enter__()
+        _watch.logs.append(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _watch.logs.remove(self)
+        if not _watch.logs:
+            _watch.__exit__(*error)
+
+    def note(self, record: Record) -> None:
+        """Add one record."""
+        self._records.append(record)
+        if self._sink is not None:
+            self._sink.write(f"{record}\n")
+            self._sink.flush()
 
     @property
     def records(self) -> list[Record]:
@@ -43,12 +86,3 @@ class CollectiveLog(TorchDispatchMode):
     def text(self) -> str:
         """The records, one per line."""
         return "\n".join(str(r) for r in self._records) or "none"
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            record = record_of(func, args)
-            self._records.append(record)
-            if self._sink is not None:
-                self._sink.write(f"{record}\n")
-                self._sink.flush()
-        return func(*args, **(kwargs or {}))

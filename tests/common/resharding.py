@@ -37,7 +37,7 @@ from tests.common.layouts import (
 )
 from tests.common.reference import Batch
 
-NUM_SAMPLES, SEQ_LENGTH, NUM_TOKENS = 4, 8, 13
+NUM_SAMPLES, SEQ_LENGTH, NUM_TOKENS = 2, 8, 13
 STEPS_BEFORE, STEPS_AFTER = 2, 3
 WHOLE = (None, 1, 0)
 """What `join_shards` needs to know of a tensor that nobody cuts."""

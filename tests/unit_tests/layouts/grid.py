@@ -64,16 +64,64 @@ def every_layout() -> Iterator[Layout]:
             yield dataclasses.replace(size, cp_comm_type=comm_type, **ZERO)
 
 
-LAYERS, PARTS = {"recompute": RECOMPUTE["layers"]}, {"recompute": RECOMPUTE["modules"]}
+Cell = tuple[Layout, bool]
+"""A layout, and whether the loss of a step is the mean over all its tokens."""
+
+
+def cell(
+    sizes: tuple[int, int, int, int, int],
+    buffers: str,
+    recompute: str,
+    dispatcher: str,
+    comm_type: str,
+    is_per_token: bool,
+) -> Cell:
+    """Sizes are those of TP, CP, DP, EP and ETP."""
+    tp, cp, dp, ep, etp = sizes
+    options = {"recompute": RECOMPUTE[recompute], "dispatcher": dispatcher, "cp_comm_type": comm_type}
+    return split(tp, cp, dp, ep=ep, etp=etp, **BUFFERS[buffers], **options), is_per_token
+
+
+def every_cell() -> Iterator[Cell]:
+    """All sizes with all choices at once."""
+    dispatchers = ("alltoall", "allgather", "flex")
+    for size in every_size():
+        sizes = (size.tp, size.cp, size.dp, size.ep, size.etp)
+        for choice in itertools.product(BUFFERS, RECOMPUTE, dispatchers, comm_types(size), (False, True)):
+            yield cell(sizes, *choice)
+
+
+def pairs_of(chosen: Cell) -> set[tuple]:
+    """Every two values of a cell, each with the name of its axis."""
+    layout, is_per_token = chosen
+    buffers = (layout.use_distributed_optimizer, layout.overlap_grad_reduce, layout.overlap_param_gather)
+    values = {name: getattr(layout, name) for name in ("tp", "cp", "dp", "ep", "etp", "dispatcher", "recompute")}
+    values |= {"buffers": buffers, "per_token": is_per_token}
+    if layout.cp > 1:
+        values["cp_comm_type"] = layout.cp_comm_type
+    return set(itertools.combinations(sorted(values.items(), key=lambda item: item[0]), 2))
+
+
 CHOSEN = [
-    split(tp=2, etp=2, **ZERO),
-    split(tp=2, dp=2, ep=2, etp=1, **GATHER),
-    split(tp=2, dp=2, ep=2, etp=2, **ZERO, **LAYERS),
-    split(tp=2, dp=2, ep=4, etp=1, dispatcher="allgather", **GATHER, **PARTS),
-    split(tp=2, dp=2, etp=2, **REDUCE),
-    split(tp=2, cp=2, ep=2, etp=2, **GATHER, **LAYERS),
-    split(cp=2, dp=2, ep=2, etp=1, cp_comm_type="all_gather", **REDUCE, **PARTS),
-    split(cp=2, dp=2, ep=2, etp=2, **ZERO),
-    split(tp=2, cp=2, ep=4, etp=1, dispatcher="flex", **ZERO),
+    cell((2, 1, 1, 1, 2), "reduce", "layers", "alltoall", "p2p", True),
+    cell((2, 1, 1, 2, 1), "plain", "modules", "flex", "p2p", False),
+    cell((1, 2, 1, 1, 2), "gather", "all_kept", "flex", "p2p", False),
+    cell((1, 2, 1, 1, 2), "gather", "layers", "alltoall", "a2a", True),
+    cell((1, 2, 1, 1, 2), "reduce", "modules", "allgather", "p2p", False),
+    cell((1, 2, 1, 1, 2), "zero", "modules", "allgather", "all_gather", True),
+    cell((1, 2, 1, 2, 1), "gather", "modules", "alltoall", "all_gather", False),
+    cell((1, 2, 1, 2, 1), "plain", "all_kept", "allgather", "a2a", False),
+    cell((1, 2, 1, 2, 1), "reduce", "modules", "alltoall", "a2a", False),
+    cell((1, 2, 1, 2, 1), "zero", "layers", "alltoall", "all_gather", False),
+    cell((2, 1, 2, 4, 1), "gather", "modules", "allgather", "p2p", False),
+    cell((2, 2, 1, 4, 1), "plain", "layers", "flex", "all_gather", False),
+    cell((2, 2, 1, 4, 1), "zero", "all_kept", "allgather", "p2p", False),
+    cell((1, 1, 4, 1, 1), "plain", "layers", "allgather", "p2p", False),
+    cell((1, 1, 4, 1, 1), "zero", "modules", "flex", "p2p", False),
+    cell((1, 1, 4, 2, 2), "gather", "modules", "flex", "p2p", False),
+    cell((1, 1, 4, 4, 1), "reduce", "all_kept", "alltoall", "p2p", True),
+    cell((1, 2, 2, 1, 2), "reduce", "all_kept", "flex", "all_gather", True),
+    cell((1, 2, 2, 2, 2), "plain", "layers", "alltoall", "p2p", True),
+    cell((1, 2, 2, 4, 1), "zero", "modules", "flex", "a2a", True),
 ]
-"""For every change: TP and CP with sharded states, with overlap and with recompute."""
+"""For every change: each value of each axis beside each value of each other axis that goes with it."""

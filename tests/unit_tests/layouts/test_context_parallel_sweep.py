@@ -55,13 +55,10 @@ COMM_TYPES = ("p2p", "all_gather", "a2a")
 CP2, CP2_EP2 = split(cp=2), split(cp=2, ep=2)
 LAYOUTS = [
     split(cp=4),
-    split(cp=4, cp_comm_type="all_gather"),
-    split(tp=2, cp=2, ep=2, etp=1),
-    split(tp=2, cp=2, ep=4, etp=1, cp_comm_type="all_gather"),
-    split(cp=2, dp=2, ep=2, **GATHER),
-    split(cp=2, dp=2, ep=4, dispatcher="allgather", cp_comm_type="a2a"),
+    split(cp=4, ep=2, cp_comm_type="all_gather"),
     split(cp=2, ep=2, pp=2, **GATHER),
 ]
+"""What `grid` has not: four parts of a sequence, and stages."""
 
 
 def check(pool, case, layout, batch, **options):
@@ -91,8 +88,9 @@ def test_moe_model_equals_reference(pool, layout):
     check(pool, make_case(SHAPE, **EXPERTS), layout, make_batch(4, seq_length=SEQ_LENGTH))
 
 
-@pytest.mark.parametrize("is_per_token", [False, True], ids=["mean_of_means", "per_token"])
-@pytest.mark.parametrize("layout", [CP2_EP2, split(cp=2, dp=2, ep=2, **ZERO)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "is_per_token"), [(CP2_EP2, False), (split(cp=2, dp=2, ep=2, **ZERO), True)], ids=str
+)
 def test_uneven_loss_masks_equal_reference(pool, layout, is_per_token):
     case = make_case(SHAPE, **EXPERTS, calculate_per_token_loss=is_per_token)
     check(pool, case, layout, masked_batch(UNEVEN, seq_length=SEQ_LENGTH))

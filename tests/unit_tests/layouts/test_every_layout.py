@@ -8,7 +8,7 @@ import torch
 from tests.common.collective_log import compare_logs
 from tests.unit_tests.layouts import cases, test_context_parallel_sweep, test_tensor_parallel_sweep
 from tests.unit_tests.layouts.cases import check_against_reference, make_case, masked_batch
-from tests.unit_tests.layouts.grid import CHOSEN, EXPERTS, SEQ_LENGTH, SHAPE, UNEVEN, every_layout
+from tests.unit_tests.layouts.grid import CHOSEN, EXPERTS, SEQ_LENGTH, SHAPE, UNEVEN, every_cell, every_layout, pairs_of
 from tests.unit_tests.layouts.test_layout_sweep import fp32_bound
 
 BATCH = masked_batch(UNEVEN, seq_length=SEQ_LENGTH)
@@ -27,14 +27,20 @@ def check_in_fp32(pool, layout, is_per_token):
     check(pool, grouped, is_per_token, tolerance=fp32_bound(4 * SEQ_LENGTH * 8))
 
 
-@pytest.mark.parametrize("layout", CHOSEN, ids=str)
-def test_chosen_layout_equals_reference(pool, layout):
-    check(pool, layout, is_per_token=layout.use_distributed_optimizer)
+@pytest.mark.parametrize(("layout", "is_per_token"), CHOSEN, ids=str)
+def test_chosen_layout_equals_reference(pool, layout, is_per_token):
+    check(pool, layout, is_per_token)
 
 
-@pytest.mark.parametrize("layout", CHOSEN[1::4], ids=str)
-def test_chosen_layout_in_fp32_equals_reference(pool, layout):
-    check_in_fp32(pool, layout, is_per_token=False)
+@pytest.mark.parametrize(("layout", "is_per_token"), CHOSEN[::5], ids=str)
+def test_chosen_layout_in_fp32_equals_reference(pool, layout, is_per_token):
+    check_in_fp32(pool, layout, is_per_token)
+
+
+def test_chosen_layouts_hold_every_pair_of_choices():
+    wanted = set().union(*map(pairs_of, every_cell()))
+    assert len(wanted) == 316
+    assert wanted - set().union(*map(pairs_of, CHOSEN)) == set()
 
 
 @pytest.mark.full
@@ -53,6 +59,10 @@ def test_every_layout_in_fp32_equals_reference(pool, layout):
 def test_layouts_differ_and_those_for_every_change_are_few():
     every = [*every_layout()]
     assert len(set(every)) == len(every)
-    lists = (CHOSEN, test_tensor_parallel_sweep.MOE_LAYOUTS, test_context_parallel_sweep.LAYOUTS)
+    lists = (
+        [layout for layout, _ in CHOSEN],
+        test_tensor_parallel_sweep.MOE_LAYOUTS,
+        test_context_parallel_sweep.LAYOUTS,
+    )
     named = [value for value in vars(cases).values() if isinstance(value, cases.Layout)]
     assert len({*named, *(layout for layouts in lists for layout in layouts)}) <= MAX_LAYOUTS

@@ -45,8 +45,6 @@ def start_layout(layout):
 FOUR_RANKS = [
     moe(dp=2, ep=2, etp=2),
     moe(dp=2, ep=2, etp=1),
-    moe(dp=2, ep=1, etp=1),
-    moe(dp=2, ep=1, etp=2),
     moe(dp=2, ep=4, etp=1),
 ]
 
