@@ -25,7 +25,7 @@ CONFIGS = (
 )
 FLAT_CONFIGS = (
     WgradConfig(is_flat=True),
-    WgradConfig(num_stages=4, is_flat=True, pieces=4, prefetches=True, evicts_first=True),
+    WgradConfig(num_stages=4, is_flat=True, pieces=4, prefetches=True, skews=True),
     WgradConfig(128, 128, band=2, num_warps=4, programs_per_sm=2, is_flat=True, prefetches=True),
     WgradConfig(64, 64, 64, num_warps=4, num_stages=2, programs_per_sm=2, is_flat=True),
 )

@@ -54,17 +54,19 @@ SHAPES = (
     Shape("C fc1", 16384, 4096, 28672, 4),
     Shape("C fc2", 16384, 14336, 4096, 4),
 )
-FLAT = WgradConfig(num_stages=4, reduces_in_memory=False, is_flat=True, pieces=4, prefetches=True, evicts_first=True)
+FLAT = WgradConfig(num_stages=4, reduces_in_memory=False, is_flat=True, pieces=4)
+SMALL = replace(FLAT, block_in=128, num_warps=4, num_stages=3, programs_per_sm=2)
 CANDIDATES = (
     WgradConfig(num_stages=4, reduces_in_memory=False),
     FLAT,
-    replace(FLAT, band=4),
-    replace(FLAT, band=16),
-    replace(FLAT, evicts_first=False),
-    replace(FLAT, evicts_first=False, prefetches=False),
-    replace(FLAT, num_stages=3, pieces=2),
-    replace(FLAT, block_out=256, block_in=128),
-    replace(FLAT, block_in=128, num_warps=4, num_stages=3, programs_per_sm=2, pieces=2),
+    replace(FLAT, skews=True),
+    replace(FLAT, prefetches=True),
+    replace(FLAT, skews=True, prefetches=True),
+    replace(FLAT, skews=True, band=16),
+    SMALL,
+    replace(SMALL, pieces=2),
+    replace(SMALL, prefetches=True),
+    replace(SMALL, skews=True),
 )
 
 

@@ -34,6 +34,8 @@ from megatron.core.optional_deps import is_available, require, tl, triton_jit
 
 _ALIGNMENT_BYTES = 16  # of addresses and strides that TMA takes
 _LINE_BYTES = 128
+_NS_PER_PRODUCT, _NS_PER_SUM = 0.4e-3, 0.12
+"""What an SM takes for an element of a tile: a row's product, and the addition to memory."""
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -56,9 +58,9 @@ class WgradConfig:
     pieces: int = 2
     """a flat tile is added in so many pieces: 2 or 4"""
     prefetches: bool = False
-    """ask for the lines of a flat tile before its products, so that they are in the cache when they are added to"""
-    evicts_first: bool = False
-    """let what a flat tile has added to leave the cache before the operands do"""
+    """ask for lines of a flat tile beside each of its products, so that they are in the cache when they are added to"""
+    skews: bool = False
+    """let programs begin at eight times within the first tile, so that not all add to memory at once"""
 
 
 # Filled by `tools/benchmark/grouped_gemm.py --sweep`: (narrow side below 1024?, rows per expert below 1024?).
@@ -151,7 +153,10 @@ def _launch_flat(
     """Run the kernel with one loop: main_grad [n, out, in], grad [R, out], rows [R, in], ends [n]."""
     num_experts, out_features, in_features = main_grad.shape
     interpreted = is_interpreted()
-    line = 0 if interpreted or not cut.prefetches else _LINE_BYTES // main_grad.element_size()
+    mean_rows = len(grad) // num_experts
+    lines = cut.block_in * main_grad.element_size() // _LINE_BYTES
+    share = 1 << max(0, (cut.block_out * cut.block_rows - 1) // max(mean_rows, 1)).bit_length()
+    tile_ns = cut.block_out * cut.block_in * cut.programs_per_sm * (mean_rows * _NS_PER_PRODUCT + _NS_PER_SUM)
     streams.declare("flat grouped wgrad", (grad, rows, ends, main_grad), (main_grad,))
     _flat_kernel[(num_programs,)](
         _windows(grad, cut.block_rows, cut.block_out),
@@ -162,14 +167,17 @@ def _launch_flat(
         out_features,
         in_features,
         main_grad.stride(0),
+        int(tile_ns) // 128 * 16,
         EXPERTS=max(64, 1 << (num_experts - 1).bit_length()),
         BLOCK_OUT=cut.block_out,
         BLOCK_IN=cut.block_in,
         BLOCK_ROWS=cut.block_rows,
         BAND=cut.band,
         PIECES=cut.pieces,
-        LINE=line,
-        POLICY="evict_first" if cut.evicts_first else "",
+        LINES=lines,
+        SHARE=share if cut.prefetches and not interpreted else 0,
+        SKEWS=cut.skews and not interpreted,
+        THREADS=32 * cut.num_warps,
         NUM_PROGRAMS=num_programs,
         INTERPRETED=interpreted,
         num_warps=cut.num_warps,
@@ -256,15 +264,14 @@ def _add_piece(
     column,
     in_features,
     WIDTH: tl.constexpr,
-    POLICY: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Add part [out, WIDTH] to columns of the lines [out, 1] of a matrix."""
     columns = (column + tl.arange(0, WIDTH))[None, :]
     mask = is_line & (columns < in_features)
-    before = tl.load(lines + columns, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    before = tl.load(lines + columns, mask=mask, other=0.0).to(tl.float32)
     value = narrow(before + part, lines.dtype.element_ty, INTERPRETED)
-    tl.store(lines + columns, value, mask=mask, eviction_policy=POLICY)
+    tl.store(lines + columns, value, mask=mask)
 
 
 @triton_jit
@@ -277,37 +284,60 @@ def _add_tile(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     PIECES: tl.constexpr,
-    POLICY: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Add total [out, in] to the lines [out, 1] of a matrix in pieces, which keeps registers and shared memory free."""
     west, east = _halves(total, BLOCK_OUT, BLOCK_IN)
     if PIECES == 2:
-        _add_piece(west, lines, is_line, column, in_features, BLOCK_IN // 2, POLICY, INTERPRETED)
-        _add_piece(east, lines, is_line, column + BLOCK_IN // 2, in_features, BLOCK_IN // 2, POLICY, INTERPRETED)
+        _add_piece(west, lines, is_line, column, in_features, BLOCK_IN // 2, INTERPRETED)
+        _add_piece(east, lines, is_line, column + BLOCK_IN // 2, in_features, BLOCK_IN // 2, INTERPRETED)
     else:
         WIDTH: tl.constexpr = BLOCK_IN // 4
         first, second = _halves(west, BLOCK_OUT, BLOCK_IN // 2)
         third, fourth = _halves(east, BLOCK_OUT, BLOCK_IN // 2)
-        _add_piece(first, lines, is_line, column, in_features, WIDTH, POLICY, INTERPRETED)
-        _add_piece(second, lines, is_line, column + WIDTH, in_features, WIDTH, POLICY, INTERPRETED)
-        _add_piece(third, lines, is_line, column + 2 * WIDTH, in_features, WIDTH, POLICY, INTERPRETED)
-        _add_piece(fourth, lines, is_line, column + 3 * WIDTH, in_features, WIDTH, POLICY, INTERPRETED)
+        _add_piece(first, lines, is_line, column, in_features, WIDTH, INTERPRETED)
+        _add_piece(second, lines, is_line, column + WIDTH, in_features, WIDTH, INTERPRETED)
+        _add_piece(third, lines, is_line, column + 2 * WIDTH, in_features, WIDTH, INTERPRETED)
+        _add_piece(fourth, lines, is_line, column + 3 * WIDTH, in_features, WIDTH, INTERPRETED)
 
 
 @triton_jit
-def _prefetch_tile(main_ptr, outs, first_in, out_features, in_features, LINES: tl.constexpr, LINE: tl.constexpr):
-    """Ask for the lines of a tile of a matrix [out_features, in_features], each LINE elements (128 bytes) long."""
-    rows = tl.minimum(outs, out_features - 1).to(tl.int64)[:, None] * in_features
-    columns = tl.minimum(first_in + tl.arange(0, LINES) * LINE, in_features - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [main_ptr + rows + columns[None, :]],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def _prefetch_lines(
+    main_ptr,
+    first_out,
+    end_out,
+    first_in,
+    in_features,
+    LINES: tl.constexpr,
+    LINE: tl.constexpr,
+    SHARE: tl.constexpr,
+    THREADS: tl.constexpr,
+):
+    """Ask for SHARE rows of a tile of a matrix [out, in], not for those from end_out on.
+
+    A line of 128 bytes has LINE elements, a row of the tile LINES lines; a thread asks for one.
+    """
+    ids = tl.arange(0, THREADS)
+    for part in tl.static_range((SHARE * LINES + THREADS - 1) // THREADS):
+        places = ids + part * THREADS
+        rows, columns = first_out + places // LINES, first_in + places % LINES * LINE
+        is_asked = (places < SHARE * LINES) & (rows < end_out) & (columns < in_features)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+            "=r,l,r",
+            [main_ptr + rows.to(tl.int64) * in_features + columns, is_asked.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton_jit
+def _wait_for_turn(skew_ns):
+    """Wait for none to seven times a time."""
+    begin = tl.extra.cuda.globaltimer()
+    while tl.extra.cuda.globaltimer() - begin < tl.program_id(0) % 8 * skew_ns:
+        pass
 
 
 @triton_jit
@@ -320,14 +350,17 @@ def _flat_kernel(
     out_features,
     in_features,
     main_stride,
+    skew_ns,
     EXPERTS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BAND: tl.constexpr,
     PIECES: tl.constexpr,
-    LINE: tl.constexpr,
-    POLICY: tl.constexpr,
+    LINES: tl.constexpr,
+    SHARE: tl.constexpr,
+    SKEWS: tl.constexpr,
+    THREADS: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -338,31 +371,35 @@ def _flat_kernel(
     steps = _steps_of_program(ends_ptr, num_experts, tiles, EXPERTS, BLOCK_ROWS, NUM_PROGRAMS)
     tile = tl.program_id(0) - NUM_PROGRAMS
     expert = tile
-    row, end, first_out, first_in = 0, 0, 0, 0
+    begin, row, end, first_out, first_in = 0, 0, 0, 0, 0
+    if SKEWS:
+        _wait_for_turn(skew_ns)
     total = tl.zeros((BLOCK_OUT, BLOCK_IN), dtype=tl.float32)
     for _ in tl.range(0, steps):
         row += BLOCK_ROWS
         if row >= end:
             tile += NUM_PROGRAMS
             expert = tile // tiles
-            row = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+            begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+            row = begin
             end = tl.load(ends_ptr + expert)
             down, across = _place(tile % tiles, tiles_out, tiles_in, BAND)
             first_out, first_in = down * BLOCK_OUT, across * BLOCK_IN
-            if LINE > 0:
-                main = main_ptr + expert.to(tl.int64) * main_stride
-                lines = first_out + tl.arange(0, BLOCK_OUT)
-                _prefetch_tile(main, lines, first_in, out_features, in_features, BLOCK_IN // LINE, LINE)
         left = _load_rows(grad_desc, row, end, first_out, BLOCK_ROWS, BLOCK_OUT)
         right = _load_rows(rows_desc, row, end, first_in, BLOCK_ROWS, BLOCK_IN)
         if INTERPRETED:
             left, right = left.to(tl.float32), right.to(tl.float32)
         total = tl.dot(tl.trans(left), right, total)
+        if SHARE > 0:
+            main = main_ptr + expert.to(tl.int64) * main_stride
+            behind = tl.minimum(first_out + BLOCK_OUT, out_features)
+            asked = first_out + (row - begin) // BLOCK_ROWS * SHARE
+            _prefetch_lines(main, asked, behind, first_in, in_features, LINES, BLOCK_IN // LINES, SHARE, THREADS)
         if row + BLOCK_ROWS >= end:
             outs = first_out + tl.arange(0, BLOCK_OUT)
             lines = main_ptr + expert.to(tl.int64) * main_stride + outs.to(tl.int64)[:, None] * in_features
             is_line = ((outs < out_features) & (row < end))[:, None]  # an expert without rows is left alone
-            _add_tile(total, lines, is_line, first_in, in_features, BLOCK_OUT, BLOCK_IN, PIECES, POLICY, INTERPRETED)
+            _add_tile(total, lines, is_line, first_in, in_features, BLOCK_OUT, BLOCK_IN, PIECES, INTERPRETED)
             # a zero that is not known before: the compiler would move it out of the branch, in front of sums in flight
             zero = tl.load(ends_ptr, volatile=True).to(tl.float32) * 0.0
             total = tl.zeros((BLOCK_OUT, BLOCK_IN), dtype=tl.float32) + zero
