@@ -64,29 +64,18 @@ SHAPES = (Shape(4096, 4096, 8, 2), Shape(4096, 7168, 256, 8), Shape(16384, 2048,
 ROUTINGS = ("uniform", "skewed")
 ENGINE_CANDIDATES = {
     "push": [Tiling(b, 2048, 16, 8) for b in (64, 132)],
-    "push fp8": [Tiling(b, c, w, t) for b in (64, 132) for c, w, t in ((2048, 16, 8), (1024, 8, 8), (2048, 8, 4))],
-    "expand": [
-        Tiling(b, c, w, is_streaming=s)
-        for s in (False, True)
-        for b, c, w in ((1056, 2048, 8), (2112, 2048, 8), (8448, 2048, 8), (2112, 4096, 8))
-    ],
-    "expand fp8": [Tiling(b, c, w) for b in (1056, 2112, 8448) for c, w in ((2048, 4), (2048, 8), (4096, 8))],
+    "push fp8": [Tiling(b, c, w, t) for b in (64, 132) for c, w, t in ((2048, 16, 8), (2048, 16, 4), (1024, 16, 8))],
+    "expand": [Tiling(b, c, 8) for b in (1056, 2112, 8448, 32768) for c in (2048, 4096)],
+    "expand fp8": [Tiling(b, c, w) for b in (2112, 8448) for c, w in ((2048, 4), (2048, 8), (4096, 8), (8192, 8))],
     "reduce": [
-        Tiling(b, c, w, is_streaming=s)
-        for s in (False, True)
+        Tiling(b, c, w)
         for b, c, w in ((528, 2048, 8), (1056, 2048, 4), (1056, 2048, 8), (1056, 1024, 4), (2112, 1024, 4))
     ],
-    "add": [
-        Tiling(b, c, w, is_streaming=s)
-        for s in (False, True)
-        for b, c, w in ((1056, 2048, 8), (2112, 2048, 8), (8448, 2048, 8))
-    ],
+    "add": [Tiling(b, c, 8) for b in (1056, 2112, 8448) for c in (1024, 2048)],
 }
 LAYOUT_CANDIDATES = {
-    "permute": [
-        Tile(c, w, s) for s in (False, True) for c, w in ((1024, 4), (2048, 8), (4096, 4), (4096, 16), (8192, 8))
-    ],
-    "unpermute": [Tile(c, w, s) for s in (False, True) for c, w in ((512, 2), (1024, 4), (2048, 8), (2048, 4))],
+    "permute": [Tile(c, w) for c, w in ((1024, 4), (2048, 8), (4096, 4), (4096, 16), (8192, 8))],
+    "unpermute": [Tile(c, w) for c, w in ((512, 2), (1024, 4), (2048, 8), (2048, 4))],
 }
 
 

@@ -37,9 +37,6 @@ class Tile:
     num_warps: int = 4
     """Of 32 threads each."""
 
-    is_streaming: bool = False
-    """Rows are not kept in the caches."""
-
 
 GATHER, SPREAD, SUM = Tile(1024, num_warps=2), Tile(4096), Tile(1024)
 """The fastest of those tried on an H200."""
@@ -178,8 +175,8 @@ def kernel_spread(
     if num_tokens:
         shape = (width, tokens.stride(0), num_slots, columns)
         streams.declare("spread rows", (tokens, probs, layout.slots), (rows, row_probs))
-        launch = {"streaming": tile.is_streaming, "num_warps": tile.num_warps}
-        _spread_kernel[(num_tokens, num_parts)](tokens, probs, layout.slots, rows, row_probs, *shape, **launch)
+        grid = (num_tokens, num_parts)
+        _spread_kernel[grid](tokens, probs, layout.slots, rows, row_probs, *shape, num_warps=tile.num_warps)
     return rows, row_probs
 
 
@@ -195,7 +192,7 @@ def kernel_sum(
     if num_tokens:
         columns, num_parts = _parts(width, tile.columns)
         modes = {"is_double": torch.float64 in (rows.dtype, dtype), "interpreted": is_interpreted()}
-        modes |= {"columns": columns, "streaming": tile.is_streaming, "num_warps": tile.num_warps}
+        modes |= {"columns": columns, "num_warps": tile.num_warps}
         shape = (width, rows.stride(0), num_slots)
         streams.declare("sum rows", (rows, row_probs, slots), (tokens, probs))
         _sum_kernel[(num_tokens, num_parts)](rows, row_probs, slots, tokens, probs, *shape, **modes)
@@ -245,17 +242,14 @@ def _spread_kernel(
     stride,
     num_slots: tl.constexpr,
     columns: tl.constexpr,
-    streaming: tl.constexpr,
 ):
     """A part of one token [C, h] to all its rows [P, h]; the first part also copies probs [C, K] -> [P]."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
-    loads: tl.constexpr = "evict_first" if streaming else ""
-    stores: tl.constexpr = ".cs" if streaming else ""
-    values = tl.load(tokens + token * stride + column, mask=column < width, other=0.0, eviction_policy=loads)
+    values = tl.load(tokens + token * stride + column, mask=column < width, other=0.0)
     for slot in tl.static_range(num_slots):
         row = tl.load(slots + token * num_slots + slot).to(tl.int64)
-        tl.store(rows + row * width + column, values, mask=(row >= 0) & (column < width), cache_modifier=stores)
+        tl.store(rows + row * width + column, values, mask=(row >= 0) & (column < width))
         if probs is not None:
             is_first = tl.program_id(1) == 0
             prob = tl.load(probs + token * num_slots + slot, mask=is_first, other=0.0)
@@ -292,23 +286,20 @@ def _sum_kernel(
     is_double: tl.constexpr,
     interpreted: tl.constexpr,
     columns: tl.constexpr,
-    streaming: tl.constexpr,
 ):
     """A part of one token [C, h] from its rows [P, h]; the first part also copies row probs [P] -> [C, K]."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
-    loads: tl.constexpr = "evict_first" if streaming else ""
-    stores: tl.constexpr = ".cs" if streaming else ""
     total = tl.zeros([columns], dtype=tl.float64 if is_double else tl.float32)
     for slot in range(num_slots):
         place = token * num_slots + slot
         row = tl.load(slots + place).to(tl.int64)
         is_read = (row >= 0) & (column < width)
-        values = tl.load(rows + row * stride + column, mask=is_read, other=0.0, eviction_policy=loads)
+        values = tl.load(rows + row * stride + column, mask=is_read, other=0.0)
         total += values.to(total.dtype)
         if probs is not None:
             is_first = tl.program_id(1) == 0
             prob = tl.load(row_probs + row, mask=(row >= 0) & is_first, other=0.0)
             tl.store(probs + place, prob, mask=is_first)
     narrowed = narrow(total, tokens.dtype.element_ty, interpreted)
-    tl.store(tokens + token * width + column, narrowed, mask=column < width, cache_modifier=stores)
+    tl.store(tokens + token * width + column, narrowed, mask=column < width)

@@ -9,13 +9,12 @@ from tests.common.hopper import ptx
 SIZES = {"num_slots": 8, "columns": 256}
 NO_PROBS = {"probs": None, "row_probs": None}
 BLOCK = {"num_slots": 8, "block": 32, "width": 256}
-STREAMS = SIZES | {"streaming": True}
-SUM = STREAMS | {"interpreted": False}
+SUM = SIZES | {"interpreted": False}
 KERNELS = [
     (_gather_kernel, SIZES, "bf16"),
     (_gather_kernel, SIZES | NO_PROBS, "u8"),
-    (_spread_kernel, STREAMS, "bf16"),
-    (_spread_kernel, STREAMS | NO_PROBS, "u8"),
+    (_spread_kernel, SIZES, "bf16"),
+    (_spread_kernel, SIZES | NO_PROBS, "u8"),
     (_clear_kernel, {"columns": 256}, "bf16"),
     (_clear_kernel, {"columns": 256, "row_probs": None}, "u8"),
     (_sum_kernel, SUM | {"is_double": False}, "bf16"),

@@ -292,7 +292,6 @@ class SymmMemEngine(HybridEPEngine):
             places_at=mail.sections.places_at,
             WITH_ROUTING=row_probs is not None,
             PACKED=is_packed,
-            STREAMING=tiling.is_streaming,
             EXPERTS=setup.num_local_experts,
             **self._common(routing.slot_rows.shape[2], tiling, is_packed),
         )
@@ -325,7 +324,6 @@ class SymmMemEngine(HybridEPEngine):
             control=mail.control_addresses,
             OPERATION=COMBINE,
             UNROLL=min(slots, MAX_UNROLLED_SLOTS),
-            STREAMING=tiling.is_streaming,
             WITH_PROBS=row_probs is not None,
             **self._common(slots, tiling),
         )
@@ -340,7 +338,6 @@ class SymmMemEngine(HybridEPEngine):
             exchange.expert_ids,
             exchange.num_tokens,
             WITH_PROBS=probs is not None,
-            STREAMING=tiling.is_streaming,
             EXPERTS=self.setup.num_local_experts,
             **self._common(exchange.expert_ids.shape[1], tiling),
         )

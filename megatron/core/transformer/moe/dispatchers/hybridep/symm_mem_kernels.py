@@ -11,8 +11,6 @@ which does both for the rows that a rank sends to itself.
 
     packed section   codes e4m3 uint8 [W, C, h] | scales fp32 [W, C, h / 128]
 
-Rows are read and written once; with STREAMING the caches are told so.
-
 A kernel that writes to peers ends with `publish`; none waits. All loop over their items with a fixed number of blocks,
 which is a knob, as these run beside matrix products that want the other multiprocessors. Offsets of rows have 64 bits.
 
@@ -144,6 +142,23 @@ def push_kernel(
     publish(control, OPERATION, rank, SIZE)
 
 
+@triton_jit
+def _as_if_sent(pointers, mask, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Values fp32 [BLOCK] of elements of this rank after what they would have gone through on the way."""
+    values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    codes, scales = pack_blocks(tl.reshape(values, [BLOCK // 128, 128]), INTERPRETED)
+    return tl.reshape(unpack_blocks(codes, scales, INTERPRETED), [BLOCK])
+
+
+@triton_jit
+def _unpacked(pointers, mask, scales_at, num_scales, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Values fp32 [BLOCK] of codes that came with their scales."""
+    blocks = tl.arange(0, BLOCK // 128)
+    scales = tl.load(scales_at + blocks, mask=blocks < num_scales, other=1.0)
+    codes = tl.load(pointers, mask=mask, other=0)
+    return tl.reshape(unpack_blocks(tl.reshape(codes, [BLOCK // 128, 128]), scales, INTERPRETED), [BLOCK])
+
+
 @triton_jit(do_not_specialize=["num_tokens", "num_rows", "rank", "capacity", "buffer_bytes"])
 def expand_kernel(
     hidden,  # [T, h], what this rank sends to itself
@@ -170,15 +185,12 @@ def expand_kernel(
     BLOCK: tl.constexpr,
     WITH_ROUTING: tl.constexpr,
     PACKED: tl.constexpr,
-    STREAMING: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Copy each token into its rows; with routing, find out first which these are, and keep that. Grid: [blocks]."""
     parity, buffer = _incoming(epoch, buffer_bytes)
     dtype: tl.constexpr = hidden.dtype.element_ty
     NUM_SCALES: tl.constexpr = (WIDTH + 127) // 128
-    LOADS: tl.constexpr = "evict_first" if STREAMING else ""
-    STORES: tl.constexpr = ".cs" if STREAMING else ""
     slots = tl.arange(0, SLOTS_PAD)
     received = _at(data, rank, buffer + rows_at, tl.uint8 if PACKED else dtype)
     received_scales = _at(data, rank, buffer + _scales_at(rows_at, capacity, SIZE, WIDTH), tl.float32)
@@ -209,23 +221,23 @@ def expand_kernel(
             columns = column + tl.arange(0, BLOCK)
             is_element = is_kept & (columns < WIDTH)
             near_at = hidden + tl.cast(token, tl.int64) * WIDTH + columns
-            near = tl.load(near_at, mask=is_element & is_own, other=0.0, eviction_policy=LOADS)
             far_at = received + section * WIDTH + columns
-            far = tl.load(far_at, mask=is_element & (source != rank), other=0, eviction_policy=LOADS)
             if PACKED:
-                codes, scales = pack_blocks(tl.reshape(near.to(tl.float32), [BLOCK // 128, 128]), INTERPRETED)
-                of_scale = column // 128 + tl.arange(0, BLOCK // 128)
-                is_scale = is_kept & (of_scale < NUM_SCALES) & (source != rank)
-                far_scales = tl.load(received_scales + section * NUM_SCALES + of_scale, mask=is_scale, other=1.0)
-                codes = tl.where(is_own, codes, tl.reshape(far, [BLOCK // 128, 128]))
-                blocks = unpack_blocks(codes, tl.where(is_own, scales, far_scales), INTERPRETED)
-                values = narrow(tl.reshape(blocks, [BLOCK]), dtype, INTERPRETED)
+                if is_own:
+                    values = _as_if_sent(near_at, is_element, BLOCK, INTERPRETED)
+                else:
+                    scales_at = received_scales + section * NUM_SCALES + column // 128
+                    num_scales = tl.where(is_kept, NUM_SCALES - column // 128, 0)
+                    values = _unpacked(far_at, is_element, scales_at, num_scales, BLOCK, INTERPRETED)
+                values = narrow(values, dtype, INTERPRETED)
             else:
+                near = tl.load(near_at, mask=is_element & is_own)
+                far = tl.load(far_at, mask=is_element & (source != rank))
                 values = tl.where(is_own, near, far)
             for slot in range(SLOTS):
                 target = tl.sum(tl.where(slots == slot, row, 0), axis=0).to(tl.int64)
                 is_stored = is_element & (target >= 0)
-                tl.store(rows + target * WIDTH + columns, values, mask=is_stored, cache_modifier=STORES)
+                tl.store(rows + target * WIDTH + columns, values, mask=is_stored)
 
 
 @triton_jit(do_not_specialize=["num_rows"])
@@ -274,13 +286,11 @@ def reduce_kernel(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
     WITH_PROBS: tl.constexpr,
-    STREAMING: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Add up the rows of each token in the order of its experts, send sum and slot values home. Grid: [blocks]."""
     _, buffer = _outgoing(epoch, buffer_bytes)
     dtype: tl.constexpr = rows.dtype.element_ty
-    LOADS: tl.constexpr = "evict_first" if STREAMING else ""
     slots = tl.arange(0, SLOTS_PAD)
     # Sources alternate, so that local reads and sends to all peers go on at the same time.
     for item in range(tl.program_id(0), SIZE * num_tokens, tl.num_programs(0)):
@@ -296,7 +306,7 @@ def reduce_kernel(
             for slot in tl.range(0, SLOTS, loop_unroll_factor=UNROLL):
                 at = tl.load(of_token + slot).to(tl.int64)
                 is_read = (columns < WIDTH) & (at >= 0)
-                values = tl.load(rows + at * WIDTH + columns, mask=is_read, other=0.0, eviction_policy=LOADS)
+                values = tl.load(rows + at * WIDTH + columns, mask=is_read, other=0.0)
                 total += values.to(tl.float32)
             tl.store(target + columns, narrow(total, dtype, INTERPRETED), mask=(columns < WIDTH) & is_ours)
         if WITH_PROBS:
@@ -326,14 +336,11 @@ def add_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WITH_PROBS: tl.constexpr,
-    STREAMING: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Add up what the ranks returned for each token, in the order of ranks. Grid: [blocks]."""
     _, buffer = _incoming(epoch, buffer_bytes)
     dtype: tl.constexpr = hidden.dtype.element_ty
-    LOADS: tl.constexpr = "evict_first" if STREAMING else ""
-    STORES: tl.constexpr = ".cs" if STREAMING else ""
     slots = tl.arange(0, SLOTS_PAD)
     returned = _at(data, rank, buffer + rows_at, dtype)
     returned_probs = _at(data, rank, buffer + probs_at, tl.float32)
@@ -348,11 +355,11 @@ def add_kernel(
                 has_sum = tl.max((destinations == peer).to(tl.int32), axis=0) > 0
                 at = (peer * capacity + token).to(tl.int64)
                 is_read = (columns < WIDTH) & has_sum
-                values = tl.load(returned + at * WIDTH + columns, mask=is_read, other=0.0, eviction_policy=LOADS)
+                values = tl.load(returned + at * WIDTH + columns, mask=is_read, other=0.0)
                 total += values.to(tl.float32)
             narrowed = narrow(total, dtype, INTERPRETED)
             target = hidden + tl.cast(token, tl.int64) * WIDTH + columns
-            tl.store(target, narrowed, mask=columns < WIDTH, cache_modifier=STORES)
+            tl.store(target, narrowed, mask=columns < WIDTH)
         if WITH_PROBS:
             at = (destinations * capacity + token).to(tl.int64) * SLOTS + slots
             value = tl.load(returned_probs + at, mask=ids >= 0, other=0.0)

@@ -27,9 +27,6 @@ class Tiling:
     tokens: int = 1
     """At a time; push only."""
 
-    is_streaming: bool = False
-    """Rows are not kept in the caches; not push."""
-
     blocks_per_sm: int = 8
     """How many run on a multiprocessor at once, by threads and registers."""
 
@@ -50,10 +47,10 @@ class Tiling:
 class Launch:
     """Of all kernels that move rows."""
 
-    push: Tiling = Tiling(64, warps=16, tokens=8, blocks_per_sm=1)
-    expand: Tiling = Tiling(2112)
+    push: Tiling = Tiling(132, warps=16, tokens=8, blocks_per_sm=1)
+    expand: Tiling = Tiling(8448)
     reduce: Tiling = Tiling(1056, warps=4)
-    add: Tiling = Tiling(2112)
+    add: Tiling = Tiling(8448)
 
     @classmethod
     def of(cls, num_sms: int | None) -> Launch:

@@ -28,7 +28,7 @@ CONSTANTS |= {
     "COLUMNS": 8,
     "CHUNK": 64,
 }
-CONSTANTS |= {"WITH_ROUTING": True, "WITH_PROBS": True, "PACKED": False, "STREAMING": False, "INTERPRETED": False}
+CONSTANTS |= {"WITH_ROUTING": True, "WITH_PROBS": True, "PACKED": False, "INTERPRETED": False}
 
 
 def compile_for_hopper(kernel, num_warps=4, **changes):
