@@ -24,7 +24,7 @@ from megatron.training.flag_table import FEATURES, STATES, Feature
 
 REPEATABLE_NCCL = ("Ring", "CollnetDirect", "CollnetChain", "^NVLS")
 REPEATABLE_CUBLAS = (":4096:8", ":16:8")
-GPU_KERNELS = ("moe_permute_fusion", "cross_entropy_loss_fusion")
+GPU_KERNELS = ("moe_permute_fusion", "moe_router_fusion", "cross_entropy_loss_fusion")
 """Switches of kernels whose plain form serves a CPU."""
 SURPRISES = {
     "moe_token_dispatcher_type": "allgather",
@@ -99,11 +99,7 @@ def map_to_device(args: argparse.Namespace, given: GivenArguments) -> None:
     kernels = given.spellings.get("attention_backend")
     if kernels and not has_gpu and args.attention_backend in ("flash", "fused"):
         given.notices.append(f"{kernels} {args.attention_backend}: there is no GPU, torch's CPU kernel runs")
-    for name in GPU_KERNELS:
-        if getattr(args, name) and not has_gpu:
-            flag = "--" + name.replace("_", "-")
-            given.notices.append(f"{flag}: there is no GPU, the plain form of the same sums runs")
-            setattr(args, name, False)
+    _map_kernels(args, given, has_gpu)
     if args.transformer_impl == "local" or (has_gpu and args.transformer_impl == "transformer_engine"):
         return
     if args.transformer_impl == "auto":
@@ -113,6 +109,17 @@ def map_to_device(args: argparse.Namespace, given: GivenArguments) -> None:
         given.notices.append("--transformer-impl transformer_engine: there is no GPU, local runs")
         args.origins["transformer_impl"] = "derived from device: no GPU"
     args.transformer_impl = "local"
+
+
+def _map_kernels(args: argparse.Namespace, given: GivenArguments, has_gpu: bool) -> None:
+    """Switches of kernels are off where their plain form runs."""
+    for name in GPU_KERNELS:
+        if getattr(args, name) and not has_gpu:
+            flag = "--" + name.replace("_", "-")
+            given.notices.append(f"{flag}: there is no GPU, the plain form of the same sums runs")
+            setattr(args, name, False)
+    if args.moe_router_fusion and (args.moe_router_num_groups or "sinkhorn" in args.moe_router_load_balancing_type):
+        given.notices.append("--moe-router-fusion: groups and sinkhorn have no kernel, their plain form runs")
 
 
 def derive_training(args: argparse.Namespace) -> None:

@@ -4,13 +4,12 @@
     python tools/benchmark/memory_bound.py --rows loss --sweep      also other tiles of these kernels
 
 Bytes are those that any form must read and write once. Times are medians of replays of a CUDA graph. Written to
-fused-loss.json in docs/evidence/benchmarks or --folder.
+fused-<rows>.json in docs/evidence/benchmarks or --folder.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -22,12 +21,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.fusions import fused_cross_entropy
 from megatron.core.fusions.fused_cross_entropy import VocabularyPart, logit_gradient, scan_logits
+from megatron.core.fusions.fused_gate import wide_linear
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.transformer.moe.router import TopKRouter
 from tools.benchmark.result import ROOT, write_result
 
-TOKENS, VOCABULARY = 16384, 38016
+TOKENS, SAMPLES, VOCABULARY, EXPERTS, WIDTH = 16384, 4, 38016, 128, 2048
 COPY_BYTES = 1 << 30
 CALLS_PER_GRAPH, WARM_UPS, REPEATS = 3, 2, 7
 
@@ -76,7 +79,7 @@ def loss_rows(is_swept: bool) -> Iterator[Row]:
         return logit_gradient(logits, targets, (peak, total), grad, part)
 
     defaults = (fused_cross_entropy.SCAN_TILE, fused_cross_entropy.NUM_WARPS)
-    choices = itertools.product((4096, 8192, 16384), (4, 8, 16)) if is_swept else [defaults]
+    choices = [(4096, 4), (4096, 8), (8192, 4), (8192, 8), (16384, 16)] if is_swept else [defaults]
     for tile, warps in choices:
         fused_cross_entropy.SCAN_TILE = fused_cross_entropy.GRADIENT_TILE = tile
         fused_cross_entropy.NUM_WARPS = warps
@@ -100,7 +103,50 @@ def measure_copy() -> float:
     return 2 * COPY_BYTES / statistics.median(microseconds(lambda: target.copy_(source)))
 
 
-GROUPS = {"loss": loss_rows}
+def router_rows(is_swept: bool) -> Iterator[Row]:
+    """The router of one layer of slice A, with its balancing loss, by kernels and in the plain form; and its gate."""
+    del is_swept
+    logits = torch.randn(TOKENS // SAMPLES, SAMPLES, EXPERTS, device="cuda").requires_grad_()
+    grad = torch.randn(TOKENS, EXPERTS, device="cuda")
+    for is_fused in (True, False):
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=WIDTH,
+            num_attention_heads=16,
+            num_moe_experts=EXPERTS,
+            moe_router_topk=8,
+            moe_router_dtype="fp32",
+            moe_aux_loss_coeff=0.001,
+            moe_router_fusion=is_fused,
+            bf16=True,
+        )
+        router = TopKRouter(config, ProcessGroupCollection(), 1).cuda()
+
+        def forward(router: TopKRouter = router) -> tuple[torch.Tensor, torch.Tensor]:
+            return router.routing(logits)
+
+        def both(router: TopKRouter = router) -> None:
+            torch.autograd.grad(router.routing(logits)[0], logits, grad)
+
+        note = "kernels" if is_fused else "plain form"
+        moved = logits.nbytes * 2 + logits.numel()  # logits, probabilities, map
+        yield Row("router forward", forward, moved, note)
+        yield Row("router, both", both, 2 * moved + logits.nbytes, note)
+    hidden = torch.randn(TOKENS // SAMPLES, SAMPLES, WIDTH, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(EXPERTS, WIDTH, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    products = {
+        "fp32": lambda: hidden.float() @ weight.float().t(),
+        "bf16 to fp32": lambda: wide_linear(hidden, weight),
+    }
+    for note, product in products.items():
+
+        def gate(product: Callable[[], torch.Tensor] = product) -> None:
+            torch.autograd.grad(product(), (hidden, weight), grad.view(logits.shape))
+
+        yield Row("gate, both", gate, 3 * hidden.nbytes + 3 * logits.nbytes, note)
+
+
+GROUPS = {"loss": loss_rows, "router": router_rows}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -112,8 +158,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     copy_rate = measure_copy()
     print(f"copy of {COPY_BYTES >> 20} MiB: {copy_rate / 1e3:.0f} GB/s")
-    rows = []
     for group in args.rows:
+        rows = []
         for row in GROUPS[group](args.sweep):
             raw_us = microseconds(row.call)
             time_us = statistics.median(raw_us)
@@ -121,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{row.name:<28}{row.note:<28}{time_us:>9.1f} us{share:>7.2f} of a copy", flush=True)
             figures = {"us": time_us, "raw_us": raw_us, "bytes": row.moved_bytes, "share_of_copy": share}
             rows.append({"name": row.name, "note": row.note, **figures})
-        write_result(args.folder / "fused-loss.json", {"copy_gb_s": copy_rate / 1e3, "rows": rows})
+        write_result(args.folder / f"fused-{group}.json", {"copy_gb_s": copy_rate / 1e3, "rows": rows})
     return 0
 
 

@@ -101,6 +101,9 @@ class MoEConfig(ConfigTopic):
     moe_rank_capacity_tiers: list[float] = knob([])
     """Larger factors with which a step of too many rows is repeated in turn; at last it is repeated without a limit."""
 
+    moe_router_fusion: bool = False
+    """One kernel for scores, choice, weights and the sums of the balancing losses; not for groups and sinkhorn."""
+
     moe_permute_fusion: bool = False
     """Kernels that order rows by expert and add up those of a token; the flex dispatcher always has them."""
 

@@ -3,11 +3,6 @@
 from megatron.training.flag_table.rows import ValueRow, no_effect, not_yet, switch, value
 
 FEATURES = (
-    no_effect(
-        "choice of MoE kernels",
-        "the plain form of the same maths runs",
-        switch("--moe-router-fusion"),
-    ),
     not_yet(
         "shared experts beside the dispatch",
         "drop the flag: shared experts run in line",

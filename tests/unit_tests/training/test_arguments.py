@@ -339,12 +339,13 @@ def test_no_position_embedding_drops_only_a_learned_table():
 
 def test_gpu_choices_map_to_the_cpu_with_one_line_each(caplog):
     flags = "--transformer-impl transformer_engine --distributed-backend nccl --moe-permute-fusion --te-rng-tracker"
-    args = parse(f"{MOE} {flags} --attention-backend flash --cross-entropy-loss-fusion")
+    args = parse(f"{MOE} {flags} --attention-backend flash --cross-entropy-loss-fusion --moe-router-fusion")
     assert (args.transformer_impl, args.distributed_backend) == ("local", "gloo")
     for flag in (
         "--transformer-impl",
         "--distributed-backend",
         "--moe-permute-fusion",
+        "--moe-router-fusion",
         "--cross-entropy-loss-fusion",
         "--te-rng-tracker",
         "--attention-backend",

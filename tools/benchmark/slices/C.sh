@@ -12,8 +12,8 @@ exec "${PYTHON:-python3}" -m torch.distributed.run --standalone --local-addr 127
   --attention-dropout 0 --hidden-dropout 0 --attention-backend fused --cross-entropy-loss-fusion \
   --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 14336 --ffn-hidden-size 14336 --moe-router-dtype fp32 \
   --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001 --moe-router-force-load-balancing \
-  --moe-grouped-gemm --moe-token-dispatcher-type alltoall --expert-model-parallel-size "$GPUS" \
-  --micro-batch-size 2 --global-batch-size 16 --train-iters 24 --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine \
-  --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 --use-distributed-optimizer --cuda-graph-warmup-steps 2 \
-  --tokenizer-type NullTokenizer --vocab-size 8063 --mock-data --num-workers 2 --eval-iters 0 \
-  --log-interval 1 --log-throughput "$@"
+  --moe-grouped-gemm --moe-router-fusion --moe-permute-fusion --moe-token-dispatcher-type alltoall \
+  --expert-model-parallel-size "$GPUS" --micro-batch-size 2 --global-batch-size 16 --train-iters 24 \
+  --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 \
+  --use-distributed-optimizer --cuda-graph-warmup-steps 2 --tokenizer-type NullTokenizer --vocab-size 8063 --mock-data --num-workers 2 \
+  --eval-iters 0 --log-interval 1 --log-throughput "$@"

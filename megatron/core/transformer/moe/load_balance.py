@@ -42,15 +42,32 @@ if TYPE_CHECKING:
 _NORM_EPSILON = 1e-20
 
 
+@dataclasses.dataclass(frozen=True)
+class RoutingSums:
+    """What a kernel has added up over the real tokens of each sample."""
+
+    scores: torch.Tensor
+    """fp32 [B, E] with gradient."""
+
+    plain_counts: torch.Tensor
+    """int64 [B, E] by the plain top-k."""
+
+    counts: torch.Tensor
+    """int64 [B, E] by the choice that is dispatched."""
+
+
 @dataclasses.dataclass
 class LossInputs:
     """What all balancing losses of one forward pass share."""
 
     scores: torch.Tensor
-    """[s, B, E] with gradient, zero for padded tokens."""
+    """[s, B, E] with gradient, zero for padded tokens; or their sums, [1, B, E]."""
 
     chosen: torch.Tensor
-    """int64 [s, B, E], one where the plain top-k of a real token picks the expert."""
+    """int64 [s, B, E], one where the plain top-k of a real token picks the expert; or the sums, [1, B, E]."""
+
+    sample_length: int
+    """s"""
 
     num_local_tokens: torch.Tensor | int
     """Real tokens of this rank."""
@@ -155,21 +172,34 @@ class LoadBalancer(ExactBuffersModule):
         logits: torch.Tensor,
         is_real: torch.Tensor | None,
         token_counts: tuple[torch.Tensor | int, torch.Tensor | int],
+        sums: RoutingSums | None = None,
     ) -> torch.Tensor:
-        """Attach every active loss to the probabilities [T, E] and return them; logits [s, B, E], mask bool [s, B]."""
+        """Attach every active loss to the probabilities [T, E] and return them; logits [s, B, E], mask bool [s, B].
+
+        `sums` saves going through the logits again.
+        """
         if not self.coefficients:
             return probs
-        flat = logits.flatten(0, 1)
-        scores = loss_scores(flat, self.rule).view_as(logits)
-        chosen = plain_choice(flat, self.rule.topk).view(logits.shape)
-        if is_real is not None:
-            scores = scores * is_real.unsqueeze(-1)
-            chosen = chosen * is_real.unsqueeze(-1)
-        inputs = LossInputs(scores, chosen, *token_counts, is_real)
+        if sums is None:
+            scores, chosen = self._scores_and_choice(logits, is_real)
+        else:
+            scores, chosen = sums.scores.unsqueeze(0), sums.plain_counts.unsqueeze(0)
+        inputs = LossInputs(scores, chosen, logits.shape[0], *token_counts, is_real)
         values = {"aux_loss": self._aux_loss, "seq_aux_loss": self._seq_aux_loss, "global_aux_loss": self._global_loss}
         for kind, coeff in self.coefficients.items():
             probs = self._attach(kind, probs, values[kind](inputs, coeff), coeff, inputs.num_group_tokens)
         return probs
+
+    def _scores_and_choice(
+        self, logits: torch.Tensor, is_real: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and int64 0/1 of the plain top-k, [s, B, E] each, zero for padding; logits [s, B, E], mask [s, B]."""
+        flat = logits.flatten(0, 1)
+        scores = loss_scores(flat, self.rule).view_as(logits)
+        chosen = plain_choice(flat, self.rule.topk).view(logits.shape)
+        if is_real is None:
+            return scores, chosen
+        return scores * is_real.unsqueeze(-1), chosen * is_real.unsqueeze(-1)
 
     def _attach(
         self,
@@ -190,7 +220,7 @@ class LoadBalancer(ExactBuffersModule):
 
     def _seq_aux_loss(self, inputs: LossInputs, coeff: float) -> torch.Tensor:
         counts = sum_over(inputs.chosen.sum(dim=0), self.groups.tp_cp)  # [B, E]
-        num_tokens: torch.Tensor | int = inputs.chosen.shape[0] * group_size(self.groups.tp_cp)
+        num_tokens: torch.Tensor | int = inputs.sample_length * group_size(self.groups.tp_cp)
         if inputs.is_real is not None:
             num_tokens = sum_over(inputs.is_real.sum(dim=0), self.groups.tp_cp)  # [B]
         per_sample = balancing_loss(inputs.scores, counts, at_least_one(num_tokens), self.rule.topk, coeff)

@@ -11,6 +11,9 @@ Order in one forward pass:
 7. balancing losses, computed from the logits, attached to the probabilities
 8. counts of the dispatched map, for the expert bias and the log
 
+With `--moe-router-fusion` one kernel does step 5 and counts and adds up what 7 and 8 need (`fused_router`); a GPU has
+it for all routing rules but group-limited and sinkhorn, which keep the plain form.
+
 Steps 4, 7 and 8 run in training with gradients enabled. Activation recompute runs the first pass without gradients, so
 losses are attached and tokens counted once, in the second.
 
@@ -24,6 +27,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.fusions.fused_gate import uses_wide_products, wide_linear
+from megatron.core.fusions.fused_router import RoutedTokens, fused_routing
+from megatron.core.fusions.fused_row_layout import uses_kernels
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.parameter import hidden_init, new_parameter
 from megatron.core.param_attrs import ParamAttrs
@@ -36,7 +42,7 @@ from megatron.core.tensor_parallel.random import (
 )
 from megatron.core.transformer.moe.capacity import apply_capacity, expert_capacity
 from megatron.core.transformer.moe.exact_buffers import ExactBuffersModule
-from megatron.core.transformer.moe.load_balance import LoadBalancer
+from megatron.core.transformer.moe.load_balance import LoadBalancer, RoutingSums
 from megatron.core.transformer.moe.moe_logging import LayerMetrics
 from megatron.core.transformer.moe.topk import (
     RoutingRule,
@@ -143,6 +149,8 @@ class TopKRouter(MegatronModule, ExactBuffersModule):
         """Logits in the router dtype, never narrower than the parameters: [s, B, h] -> [s, B, E]."""
         wanted = _ROUTER_DTYPES[self.config.moe_router_dtype]
         dtype = self.weight.dtype if wanted is None else torch.promote_types(wanted, self.weight.dtype)
+        if uses_wide_products(hidden_states, self.weight, dtype):
+            return wide_linear(hidden_states, self.weight)
         return F.linear(hidden_states.to(dtype), self.weight.to(dtype))
 
     def routing(
@@ -156,13 +164,18 @@ class TopKRouter(MegatronModule, ExactBuffersModule):
         token_counts = self.balancer.count_tokens(logits.shape[0] * logits.shape[1], is_real) if is_balanced else (0, 0)
         if is_balanced:
             logits = self.balancer.attach_z_loss(logits, is_real, token_counts[1])
-        probs, routing_map = self.choose(logits.flatten(0, 1), saved)
+        sums: RoutingSums | None = None
+        if self.config.moe_router_fusion and self.has_kernels_for(logits):
+            probs, routing_map, sums = self.choose_fused(logits, is_real, saved)
+        else:
+            probs, routing_map = self.choose(logits.flatten(0, 1), saved)
         if self.config.moe_expert_capacity_factor is not None:
             probs, routing_map = self._apply_capacity(probs, routing_map, saved)
         if is_balanced:
-            probs = self.balancer.attach_balancing_losses(probs, logits, is_real, token_counts)
+            probs = self.balancer.attach_balancing_losses(probs, logits, is_real, token_counts, sums)
         if is_recorded:
-            self._count(routing_map, is_real)
+            has_counts = sums is not None and self.config.moe_expert_capacity_factor is None
+            self._count(routing_map, is_real, sums.counts if has_counts and sums is not None else None)
         return probs, routing_map
 
     def force_logits(self, logits: torch.Tensor) -> torch.Tensor:
@@ -199,6 +212,22 @@ class TopKRouter(MegatronModule, ExactBuffersModule):
         weights = routing_weights(scores, indices, self.rule)
         return scatter_routing(indices, weights, self.num_experts, logits.dtype)
 
+    def has_kernels_for(self, logits: torch.Tensor) -> bool:
+        """True if kernels can route logits [s, B, E]."""
+        has_rule = not self.is_sinkhorn and self.rule.num_groups is None
+        return has_rule and uses_kernels(logits) and logits.dtype != torch.float64
+
+    def choose_fused(
+        self, logits: torch.Tensor, is_real: torch.Tensor | None, saved: SavedRouting | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, RoutingSums]:
+        """`choose` by kernels: logits [s, B, E], mask bool [s, B] -> probs [T, E], map bool [T, E], and their sums."""
+        saved = SavedRouting() if saved is None else saved
+        mask = None if is_real is None else is_real.reshape(-1)
+        tokens = RoutedTokens(logits.shape[1], self.expert_bias, saved.indices, mask)
+        routed = fused_routing(logits.flatten(0, 1), self.rule.for_kernels(), tokens)
+        saved.indices = routed.indices
+        return routed.probs, routed.routing_map, RoutingSums(routed.score_sums, routed.plain_counts, routed.counts)
+
     def select_experts(self, scores: torch.Tensor) -> torch.Tensor:
         """Turn selection scores [T, E] into expert ids [T, k]; the one place to override for a forced routing."""
         return select_topk(scores, self.rule)
@@ -220,10 +249,16 @@ class TopKRouter(MegatronModule, ExactBuffersModule):
         return probs, routing_map
 
     @torch.no_grad()
-    def _count(self, routing_map: torch.Tensor, is_real: torch.Tensor | None) -> None:
-        """Add the column sums of the dispatched map bool [T, E]; padding (False in bool [s, B]) does not count."""
-        counted = routing_map if is_real is None else routing_map & is_real.reshape(-1, 1)
-        self.tokens_per_expert += counted.sum(dim=0)
+    def _count(
+        self, routing_map: torch.Tensor, is_real: torch.Tensor | None, counts: torch.Tensor | None = None
+    ) -> None:
+        """Add the column sums of the dispatched map bool [T, E]; padding (False in bool [s, B]) does not count.
+
+        `counts` int64 [B, E] are these sums for each sample, if they are known.
+        """
+        if counts is None:
+            counts = routing_map if is_real is None else routing_map & is_real.reshape(-1, 1)
+        self.tokens_per_expert += counts.sum(dim=0)
         self.metrics.add_forward()
 
     def step_counts(self) -> torch.Tensor:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.nn.functional as F
 
+from megatron.core.fusions.fused_router import ScoreRule
 from megatron.core.utils.upcast import upcast
 
 if TYPE_CHECKING:
@@ -68,6 +69,12 @@ class RoutingRule:
             group_topk=config.moe_router_group_topk,
             scaling_factor=config.moe_router_topk_scaling_factor,
         )
+
+    def for_kernels(self) -> ScoreRule:
+        """The rule as the kernels take it; groups are none of their business."""
+        is_before = self.score_function == "softmax" and self.use_pre_softmax
+        scaling = 1.0 if self.scaling_factor is None else self.scaling_factor
+        return ScoreRule(self.topk, "pre_softmax" if is_before else self.score_function, scaling)
 
 
 def score_experts(logits: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
