@@ -53,6 +53,7 @@ DISPATCH = "tests/gpu_tests/test_dispatch_benchmark.py"
 OVERLAP = "tests/gpu_tests/test_overlap.py"
 OVERLAP_RUNS = "tests/gpu_tests/test_overlap_runs.py"
 OVERLAP_RANKS = "tests/gpu_tests/test_overlap_ranks.py"
+OVERLAP_SPEED = "tests/gpu_tests/test_overlap_speed.py"
 OVERLAP_MEMORY = "tests/gpu_tests/test_overlap_memory.py"
 STREAM_CHECK = "tests/gpu_tests/test_stream_check.py"
 GRAPH = "tests/gpu_tests/test_full_iteration_graph.py"
@@ -69,6 +70,7 @@ OWN_PARTS = (
     OVERLAP_RUNS,
     OVERLAP_RANKS,
     OVERLAP_MEMORY,
+    OVERLAP_SPEED,
     LAUNCHES,
     WGRAD,
     TWO_GPUS,
@@ -102,6 +104,7 @@ PARTS = (
     Part("overlap-graph", (OVERLAP_RUNS, "-k", "bits"), 120),
     Part("overlap-ranks", (OVERLAP_RANKS, "-k", "alltoall or last_weight"), 150),
     Part("overlap-ranks-more", (OVERLAP_RANKS, "-k", "flex or profile"), 150),
+    Part("overlap-speed", (OVERLAP_SPEED,), 150),
     Part("overlap-memory", (OVERLAP_MEMORY,), 120),
     Part("stream-check", (STREAM_CHECK,), 90),
     Part("wgrad", (WGRAD, "--deselect", f"{WGRAD}::test_benchmark_sweeps_all_shapes"), 120),

@@ -98,6 +98,23 @@ def test_overlap_gives_the_bits_of_the_plain_schedule(is_shuffled, dtype):
         assert_equal_bits(plain, run_microbatches(model, 4, delays_wgrad=delays_wgrad))
 
 
+def test_room_for_the_exchange_changes_no_bit():
+    model = gpu_model(is_shuffled=True, hidden_size=1024, moe_ffn_hidden_size=1024)
+    plain = run_microbatches(model, overlap=False, lengths=[MAX_LENGTH] * 3)
+    seen, product = [], torch._grouped_mm
+
+    def noted(*args, **options):
+        seen.append(torch._C._get_sm_carveout_experimental())
+        return product(*args, **options)
+
+    for num_sms in (8, 16, 32):
+        seen.clear()
+        model.config.moe_flex_dispatcher_num_sms = num_sms
+        with replaced(torch, "_grouped_mm", noted):
+            assert_equal_bits(plain, run_microbatches(model, delays_wgrad=True, lengths=[MAX_LENGTH] * 3))
+        assert set(seen) == {num_sms}
+
+
 @pytest.mark.parametrize("kind", ["forward", "backward", "weight_grads"])
 @pytest.mark.parametrize("stage", list(Stage), ids=lambda stage: stage.value)
 def test_late_stages_change_no_bit(stage, kind):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from megatron.core.configs.base import Violation, violation
+from megatron.core.configs.overlap import MOST_COMM_SMS
 
 Status = Literal["refused", "not_yet"]
 
@@ -255,6 +256,17 @@ OVERLAP: tuple[Rule, ...] = (
         ),
         "with one chunk a stage has no forward that is independent of the backward beside it",
         "add --num-virtual-stages-per-pipeline-rank 2 or drop --overlap-moe-expert-parallel-comm",
+    ),
+    Rule(
+        "overlap-needs-sms",
+        "refused",
+        "experts that leave most of the device to the exchange beside them",
+        "overlap_moe_expert_parallel_comm moe_flex_dispatcher_num_sms",
+        lambda config: (
+            config.overlap_moe_expert_parallel_comm and (config.moe_flex_dispatcher_num_sms or 0) > MOST_COMM_SMS
+        ),
+        f"beside overlap the products of the experts run without these multiprocessors, at most {MOST_COMM_SMS}",
+        "lower --moe-flex-dispatcher-num-sms or drop it",
     ),
     _needs_overlap("delay_wgrad_compute", "delayed weight gradients", "--delay-wgrad-compute"),
     _needs_overlap(

@@ -93,7 +93,7 @@ class MoEConfig(ConfigTopic):
     """Rows that the flex dispatcher sends in forward: bf16 for as they are, fp8 for codes with 1 x 128 scales."""
 
     moe_flex_dispatcher_num_sms: int | None = None
-    """Thread blocks (SMs) of the flex dispatcher's communication kernels; unset: the engine's own choice."""
+    """SMs for the flex dispatcher's kernels; with overlap experts leave as many free; unset: the engine's choice."""
 
     moe_expert_rank_capacity_factor: float | None = None
     """Rows that an expert rank provides for, relative to a balanced load; more of them repeat the step with more."""

@@ -7,6 +7,10 @@ from collections.abc import Callable
 from megatron.core.configs.base import ConfigTopic
 from megatron.core.configs.flag_spec import NO_FLAG, knob
 
+NUM_COMM_SMS = 16
+"""Multiprocessors of the device that the exchange has for itself beside the experts of another microbatch."""
+MOST_COMM_SMS = 64
+
 
 @dataclasses.dataclass(kw_only=True)
 class OverlapConfig(ConfigTopic):

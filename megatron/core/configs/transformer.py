@@ -8,6 +8,7 @@ from megatron.core.configs.compat import judge
 from megatron.core.configs.cuda_graph import CudaGraphConfig
 from megatron.core.configs.fp8 import Fp8Config
 from megatron.core.configs.moe import MoEConfig
+from megatron.core.configs.overlap import NUM_COMM_SMS
 from megatron.core.configs.parallel import ModelParallelConfig
 from megatron.core.configs.recompute import RecomputeConfig
 from megatron.core.pipeline_layout import derive_num_chunks, layout_problem
@@ -37,6 +38,8 @@ class TransformerConfig(
         """Values that follow from other topics."""
         self.fill("moe_ffn_hidden_size", self.ffn_hidden_size, "ffn_hidden_size")
         derive_num_chunks(self)
+        if self.overlap_moe_expert_parallel_comm:
+            self.fill("moe_flex_dispatcher_num_sms", NUM_COMM_SMS, "overlap_moe_expert_parallel_comm")
 
     def check(self) -> list[Violation]:
         """The rules that span topics."""

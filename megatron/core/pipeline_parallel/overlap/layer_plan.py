@@ -14,7 +14,7 @@ nothing large of them, so that only the dispatch is communicated twice.
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel.overlap.nodes import Handed, StageNode
 from megatron.core.pipeline_parallel.overlap.protocol import LayerCall, OverlapLayer, SavedRouting, Stage
 from megatron.core.streams import Role
 from megatron.core.tensor_parallel.random import DeviceRngState, get_cuda_rng_tracker, replayed
+from megatron.core.utils.sm_reservation import leaving_sms_free
 
 _INPUTS = {
     Stage.PRE_DISPATCH: ("hidden",),
@@ -56,6 +57,8 @@ class PlanSettings:
     """Run the backward of attention before the experts of the other microbatch: less memory, less cover."""
     draws: bool = False
     """The layers draw random numbers in forward."""
+    num_comm_sms: int = 0
+    """Multiprocessors that the products of the experts leave to the exchange beside them."""
     counters: Counter[str] = dataclasses.field(default_factory=Counter)
     """What happened how often."""
 
@@ -133,7 +136,9 @@ class LayerPlan:
 
     def _run_forward(self, stage: Stage, values: dict[str, Handed | None], is_kept: bool) -> None:
         inputs = [values.pop(name, None) for name in _INPUTS[stage]]
-        _update(values, _OUTPUTS[stage], self._nodes[stage].forward(*inputs, is_kept=is_kept))
+        with self._beside_exchange(stage):
+            results = self._nodes[stage].forward(*inputs, is_kept=is_kept)
+        _update(values, _OUTPUTS[stage], results)
         for tensor in _tensors_in(self.call.dispatch_state):
             self._metadata.setdefault(id(tensor), (tensor, stage.role))
         self._count(stage)
@@ -141,8 +146,15 @@ class LayerPlan:
     def backward(self, stage: Stage) -> None:
         """Run one stage backward; its weight gradients too, unless they are delayed."""
         grads = [self._values.pop(name, None) for name in _OUTPUTS[stage]]
-        _update(self._values, _INPUTS[stage], self._nodes[stage].backward(*grads))
+        with self._beside_exchange(stage):
+            results = self._nodes[stage].backward(*grads)
+        _update(self._values, _INPUTS[stage], results)
         self._count(stage)
+
+    def _beside_exchange(self, stage: Stage) -> AbstractContextManager[None]:
+        """Leave room on a device: its experts run beside the exchange of another microbatch."""
+        is_shared = stage is Stage.EXPERTS and streams.native_stream(Role.COMPUTE) is not None
+        return leaving_sms_free(self.settings.num_comm_sms if is_shared else 0)
 
     def _count(self, stage: Stage) -> None:
         if stage.role is Role.COMM:
@@ -158,7 +170,8 @@ class LayerPlan:
         return self._weight_grads(Stage.PRE_DISPATCH)
 
     def _weight_grads(self, stage: Stage) -> int:
-        num_products = self._nodes[stage].weight_grads()
+        with self._beside_exchange(stage):
+            num_products = self._nodes[stage].weight_grads()
         self.settings.counters["wgrads deferred"] += num_products
         return num_products
 

@@ -25,6 +25,7 @@ class OverlapWorker:
             delays_wgrad=config.delay_wgrad_compute,
             releases_attention_early=config.ep_overlap_early_attn_memory_release,
             draws=getattr(config, "draws_in_forward", True),
+            num_comm_sms=getattr(config, "moe_flex_dispatcher_num_sms", None) or 0,
         )
         self._leaves_wgrads = context.shape.delays_wgrad and context.shape.pp_size > 1
         self._unfinished: dict[tuple[int, int], ChunkPlan] = {}

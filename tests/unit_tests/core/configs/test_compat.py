@@ -42,6 +42,12 @@ VIOLATORS = {
         "expert_model_parallel_size": 2,
         "pipeline_model_parallel_size": 2,
     },
+    "overlap-needs-sms": {
+        **MOE,
+        "overlap_moe_expert_parallel_comm": True,
+        "expert_model_parallel_size": 2,
+        "moe_flex_dispatcher_num_sms": 65,
+    },
     "delay_wgrad_compute-needs-overlap": {**MOE, "delay_wgrad_compute": True},
     "ep_overlap_early_attn_memory_release-needs-overlap": {**MOE, "ep_overlap_early_attn_memory_release": True},
     "high_priority_a2a_comm_stream-needs-overlap": {**MOE, "high_priority_a2a_comm_stream": True},

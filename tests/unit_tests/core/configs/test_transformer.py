@@ -70,6 +70,13 @@ def test_negative_capacity_means_no_drops():
     assert TransformerConfig(**MOE, moe_expert_capacity_factor=-1.0).moe_expert_capacity_factor is None
 
 
+def test_overlap_gives_the_exchange_multiprocessors():
+    on = {**MOE, "overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
+    assert TransformerConfig(**MOE).moe_flex_dispatcher_num_sms is None
+    assert TransformerConfig(**on).moe_flex_dispatcher_num_sms == 16
+    assert TransformerConfig(**on, moe_flex_dispatcher_num_sms=8).moe_flex_dispatcher_num_sms == 8
+
+
 def test_replace_keeps_derived_values():
     config = dataclasses.replace(TransformerConfig(**MOE), moe_router_topk=4)
     assert (config.moe_router_topk, config.kv_channels) == (4, 16)
