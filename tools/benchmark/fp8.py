@@ -61,19 +61,18 @@ ROW_CUTS = (
     Cut(),
     Cut(num_stages=3),
     Cut(band=8),
-    Cut(64, 128, num_warps=4, num_stages=4),
-    Cut(128, 64, num_warps=4, num_stages=4),
-    Cut(256, 128, num_stages=3),
-    Cut(128, 256, num_stages=3),
+    Cut(128, 64, num_warps=4),
+    Cut(256, 64),
 )
 WGRAD_CUTS = (
     Cut(),
+    Cut(prefetches=False),
     Cut(num_stages=3),
     Cut(num_stages=5),
-    Cut(band=8),
-    Cut(256, 128, num_stages=3),
-    Cut(128, 256, num_stages=3),
-    Cut(128, 64, num_warps=4, num_stages=4, programs_per_sm=2),
+    Cut(band=4),
+    Cut(256, 64),
+    Cut(64, 128, num_warps=4, programs_per_sm=2),
+    Cut(128, 64, num_warps=4, programs_per_sm=2),
 )
 
 
@@ -126,7 +125,7 @@ def report(shape: Shape, front: str, timed: dict[str, list[float]]) -> dict[str,
 
 
 def time_sweep(kind: str, shapes: list[str]) -> dict[str, Any]:
-    """Our kernels with every cut: rows product precise and by blocks, weight gradient likewise."""
+    """Our kernels with every cut, precise and by blocks: rows product and weight gradient."""
     results: dict[str, Any] = {}
     for shape in (shape for shape in SHAPES if shape.name in shapes and shape.name in SWEEP_SHAPES):
         results[shape.name] = {}
@@ -139,19 +138,8 @@ def time_sweep(kind: str, shapes: list[str]) -> dict[str, Any]:
             right = with_spread_scale(q["x"].by_column, count, shape.in_features)
             calls: dict[str, Callable[[], Any]] = {}
             for cut in ROW_CUTS:
-                if has_strips and cut.block_out > 128:
-                    continue
-                for is_fast in (False,) if has_strips else (False, True):
-                    calls[f"rows fast={is_fast} {cut}"] = partial(
-                        grouped_rows_product,
-                        rows,
-                        weight,
-                        ends,
-                        torch.bfloat16,
-                        has_strips=has_strips,
-                        is_fast=is_fast,
-                        cut=cut,
-                    )
+                options = {"has_strips": has_strips, "is_fast": False, "cut": cut}
+                calls[f"rows {cut}"] = partial(grouped_rows_product, rows, weight, ends, torch.bfloat16, **options)
             for cut in WGRAD_CUTS:
                 calls[f"wgrad {cut}"] = partial(
                     grouped_wgrad_product, q["main"], left, right, ends, has_strips=has_strips, cut=cut

@@ -12,9 +12,9 @@ copies. Scales come in two forms:
 Fast accumulation leaves the sum in the tensor core, which keeps fewer bits than fp32; precise accumulation and strips
 add partial sums of 128 products in fp32.
 
-Group ends are read on the device. An expert without rows costs a comparison. In the weight gradient, the last columns
-of an expert, fewer than a block, come by masked loads: a block would reach into the next expert. With
-strips, experts begin at multiples of 128 and the codes behind the last one are zeros: whole blocks are read.
+Group ends are read on the device. An expert without rows costs a comparison. In the weight gradient the last columns
+of an expert, fewer than a block, come with those of the next one, which are set to zero in one operand. With strips,
+experts begin at multiples of 128 and the codes behind the last one are zeros: whole blocks are read.
 
 Legend: R rows, n experts, N, out and in features, K the size of a sum.
 """
@@ -32,6 +32,8 @@ from megatron.core.optional_deps import tl, triton_jit
 STRIP = 128
 """Elements along the sum that share a scale, and that are added up before they enter an fp32 sum."""
 
+_LINE_BYTES = 128
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -47,6 +49,8 @@ class Cut:
     num_stages: int = 4
     programs_per_sm: int = 1
     """Weight gradient only."""
+    prefetches: bool = True
+    """Weight gradient only: bring what a tile is added to into the cache while its products run."""
 
 
 FAST, PRECISE = Cut(block_out=256, num_stages=3), Cut()
@@ -146,8 +150,6 @@ def grouped_wgrad_product(
     _wgrad_kernel[(num_programs,)](
         described(grad.codes, [cut.block_rows, STRIP]),
         described(rows.codes, [cut.block_out, STRIP]),
-        grad.codes,
-        rows.codes,
         main_grad,
         grad.scale,
         rows.scale,
@@ -157,11 +159,11 @@ def grouped_wgrad_product(
         num_experts,
         num_out,
         num_in,
-        num_rows,
         BLOCK_OUT=cut.block_rows,
         BLOCK_IN=cut.block_out,
         STRIP=STRIP,
         BAND=cut.band,
+        LINE=0 if interpreted or not cut.prefetches else _LINE_BYTES // main_grad.element_size(),
         NUM_PROGRAMS=num_programs,
         HAS_STRIPS=has_strips,
         IS_PRECISE=is_precise,
@@ -258,11 +260,16 @@ def _rows_kernel(
 
 
 @triton_jit
+def _prefetch(lines):
+    """Ask for lines of 128 bytes at addresses [...]."""
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton_jit
 def _wgrad_kernel(
     grad_desc,
     rows_desc,
-    grad_codes,
-    row_codes,
     main,
     grad_scale,
     row_scale,
@@ -273,11 +280,11 @@ def _wgrad_kernel(
     num_experts,
     num_out,
     num_in,
-    num_rows,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     STRIP: tl.constexpr,
     BAND: tl.constexpr,
+    LINE: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     HAS_STRIPS: tl.constexpr,
     IS_PRECISE: tl.constexpr,
@@ -294,6 +301,10 @@ def _wgrad_kernel(
             first_out, first_in = out_tile * BLOCK_OUT, in_tile * BLOCK_IN
             outs, ins = first_out + tl.arange(0, BLOCK_OUT), first_in + tl.arange(0, BLOCK_IN)
             is_out, is_in = outs < num_out, ins < num_in
+            if LINE > 0:
+                lines = main + expert.to(tl.int64) * main_stride
+                lines += tl.minimum(outs, num_out - 1).to(tl.int64)[:, None] * num_in
+                _prefetch(lines + tl.minimum(first_in + tl.arange(0, BLOCK_IN // LINE) * LINE, num_in - 1)[None, :])
             total = tl.zeros((BLOCK_OUT, BLOCK_IN), dtype=tl.float32)
             num_blocks = (end - begin) // STRIP
             if HAS_STRIPS:  # only the last expert may end within a strip; zeros follow it
@@ -312,15 +323,23 @@ def _wgrad_kernel(
             first = begin + num_blocks * STRIP
             if not HAS_STRIPS:
                 if first < end:
-                    ids = first + tl.arange(0, STRIP)
-                    spot = grad_codes + outs.to(tl.int64)[:, None] * num_rows + ids[None, :]
-                    left = tl.load(spot, mask=is_out[:, None] & (ids < end)[None, :], other=0.0)
-                    spot = row_codes + ins.to(tl.int64)[:, None] * num_rows + ids[None, :]
-                    right = tl.load(spot, mask=is_in[:, None] & (ids < end)[None, :], other=0.0)
-                    total = _product(total, left, right, IS_PRECISE, INTERPRETED)
+                    left = grad_desc.load([first_out, first])
+                    right = rows_desc.load([first_in, first])
+                    is_own = first + tl.arange(0, STRIP) < end
+                    codes = tl.where(is_own[None, :], left.to(tl.uint8, bitcast=True), 0).to(tl.uint8)
+                    total = _product(total, codes.to(left.dtype, bitcast=True), right, IS_PRECISE, INTERPRETED)
                 total *= tl.load(grad_scale + expert * grad_scale_stride + outs, mask=is_out, other=0.0)[:, None]
                 total *= tl.load(row_scale + expert * row_scale_stride + ins, mask=is_in, other=0.0)[None, :]
-            spot = main + expert.to(tl.int64) * main_stride + outs.to(tl.int64)[:, None] * num_in + ins[None, :]
-            mask = is_out[:, None] & is_in[None, :]
-            before = tl.load(spot, mask=mask, other=0.0).to(tl.float32)
-            tl.store(spot, narrow(before + total, main.dtype.element_ty, INTERPRETED), mask=mask)
+            start = main + expert.to(tl.int64) * main_stride + first_out.to(tl.int64) * num_in + first_in
+            halves = tl.permute(tl.reshape(total, (BLOCK_OUT, 2, BLOCK_IN // 2)), (0, 2, 1))
+            near, far = tl.split(halves)
+            for half in tl.static_range(2):
+                part = near if half == 0 else far
+                down, across = (
+                    tl.arange(0, BLOCK_OUT)[:, None],
+                    (tl.arange(0, BLOCK_IN // 2) + half * (BLOCK_IN // 2))[None, :],
+                )
+                mask = (first_out + down < num_out) & (first_in + across < num_in)
+                spot = start + (down * num_in + across)
+                before = tl.load(spot, mask=mask, other=0.0).to(tl.float32)
+                tl.store(spot, narrow(before + part, main.dtype.element_ty, INTERPRETED), mask=mask)
