@@ -1,6 +1,7 @@
 """Builds what a step needs: the wrapped model, the optimizer and the schedule of its learning rate."""
 
 import argparse
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.extensions.transformer_engine.optimizer import EngineAdam
 from megatron.core.optimizer import OptimizerParamScheduler, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils.collectives import barrier
@@ -74,7 +76,12 @@ def build_optimizer(
     args: argparse.Namespace, model: list[torch.nn.Module], pg_collection: ProcessGroupCollection
 ) -> tuple[Any, OptimizerParamScheduler]:
     """Build the optimizer for all chunks and the schedule that drives its learning rate and weight decay."""
-    optimizer = get_megatron_optimizer(optimizer_config_from_args(args), model, pg_collection=pg_collection)
+    config = optimizer_config_from_args(args)
+    extra: dict[str, Any] = {}
+    if args.transformer_impl == "transformer_engine":
+        moments = config.moment_dtype("exp_avg", torch.float32), config.moment_dtype("exp_avg_sq", torch.float32)
+        extra["build_adam"] = functools.partial(EngineAdam, moment_dtypes=moments)
+    optimizer = get_megatron_optimizer(config, model, pg_collection=pg_collection, **extra)
     return optimizer, build_scheduler(args, optimizer)
 
 

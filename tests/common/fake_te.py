@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.core import optional_deps
 from tests.common import fake_te_fp8, fake_te_modules
+from tests.common.fake_te_optimizer import FusedAdam
 from tests.common.fake_te_signatures import VERSION, bound, signature_of
 
 _NAMES = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.common.recipe")
@@ -27,6 +28,7 @@ def install(version: str = VERSION, without: tuple[str, ...] = ()) -> types.Modu
         setattr(pytorch, name, type(name, (base,), {"WITHOUT": absent}))
     for name in ("RMSNorm", "LayerNorm"):
         setattr(pytorch, name, getattr(fake_te_modules, name))
+    pytorch.optimizers = types.SimpleNamespace(FusedAdam=FusedAdam)
     pytorch.autocast, pytorch.fp8_autocast = _autocast, _fp8_autocast
     recipe.Format = fake_te_fp8.FORMATS
     kinds = {"DelayedScaling": "delayed", "Float8CurrentScaling": "current", "Float8BlockScaling": "block"}
@@ -34,7 +36,9 @@ def install(version: str = VERSION, without: tuple[str, ...] = ()) -> types.Modu
         setattr(recipe, name, _recipe_class(name, kind))
     root.pytorch, root.common, common.recipe, root.__version__ = pytorch, common, recipe, version
     for path, _, argument in missing:
-        if not argument:
+        if path == "pytorch.optimizers.FusedAdam":
+            pytorch.optimizers = types.SimpleNamespace()
+        elif not argument:
             owner, name = path.rsplit(".", 1)
             delattr({"pytorch": pytorch, "common.recipe": recipe}[owner], name)
     sys.modules.update(zip(_NAMES, (root, pytorch, recipe), strict=True))

@@ -8,6 +8,8 @@ import inspect
 import types
 from typing import Any
 
+import torch
+
 VERSION = "2.20.2"
 
 _PARALLEL = "get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True"
@@ -51,6 +53,11 @@ TEXTS = {
     "thd_attention_policies=None, thd_attention_policy_dispatch='auto'",
     "pytorch.autocast": "enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False",
     "pytorch.fp8_autocast": "enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False",
+    "pytorch.optimizers.FusedAdam": "params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, "
+    "amsgrad=False, *, bias_correction=True, adam_w_mode=True, capturable=False, master_weights=False, "
+    "master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32, "
+    "use_decoupled_grad=False, store_param_remainders=False, set_grad_none=None",
+    "pytorch.optimizers.FusedAdam.step": "closure=None, grad_scaler=None",
     "common.recipe.DelayedScaling": "margin=0, fp8_format='HYBRID', amax_history_len=1024, amax_compute_algo='max', "
     "scaling_factor_compute_algo=None, reduce_amax=True, fp8_dpa=False, fp8_mha=False, backward_override=None",
     "common.recipe.Float8CurrentScaling": "use_power_2_scales=False, fp8_format='HYBRID', fp8_gemm_fprop=None, "
@@ -64,7 +71,7 @@ TEXTS = {
 
 def signature_of(name: str, without: tuple[str, ...] = ()) -> inspect.Signature:
     """The signature of a row, less the arguments in `without`."""
-    whole = inspect.signature(eval(f"lambda {TEXTS[name]}: None"))
+    whole = inspect.signature(eval(f"lambda {TEXTS[name]}: None", {"torch": torch}))
     return whole.replace(parameters=[param for key, param in whole.parameters.items() if key not in without])
 
 

@@ -6,6 +6,7 @@ Bounds in bf16 are rounding bounds of a few layers, measured relative to the nor
 tens of roundings that add up like noise.
 """
 
+import functools
 import inspect
 import logging
 
@@ -18,10 +19,12 @@ import pretrain_gpt
 from megatron.core import graph_state
 from megatron.core.deferred_wgrad import WgradQueue, deferring
 from megatron.core.enums import ModelType
+from megatron.core.extensions.transformer_engine.optimizer import EngineAdam
 from megatron.core.extensions.transformer_engine.probe import FEATURES, load_library
 from megatron.core.fp8.layer_state import GRADIENT, INPUT, WEIGHT, forget_weight_codes
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer.precision_aware_adam import PrecisionAwareAdam
 from megatron.core.optional_deps import is_available
 from megatron.core.transformer import TransformerConfig
 from megatron.training.initialize import shut_down
@@ -254,6 +257,29 @@ def test_delayed_weight_gradients_are_the_same(kind, fp8):
     assert differing == []
 
 
+# ---- optimizer -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
+def test_updates_are_those_of_our_adam_and_a_raised_guard_changes_nothing(moments):
+    found = []
+    for build in (PrecisionAwareAdam, functools.partial(EngineAdam, moment_dtypes=(moments, moments))):
+        params = [torch.nn.Parameter(normal(n, seed=n).float()) for n in (7, 4099)]
+        rates = [torch.tensor(rate, device=DEVICE) for rate in (0.1, 0.2)]
+        groups = [{"params": [p], "lr": rate, "weight_decay": 0.1} for p, rate in zip(params, rates, strict=True)]
+        optimizer = build([*groups, {"params": [], "lr": rates[0], "weight_decay": 0.0}], (0.9, 0.95), 1e-8, True)
+        for param in params:
+            zeros = {name: torch.zeros_like(param, dtype=moments) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[param] = {**zeros, "step": torch.zeros((), device=DEVICE)}
+        for number, guard in enumerate((0.0, 0.0, 1.0, 0.0)):
+            for param in params:
+                param.decoupled_grad = normal(*param.shape, seed=100 + number).float()
+            optimizer.found_inf = torch.tensor(guard, device=DEVICE)
+            optimizer.step()
+        kept = [optimizer.state[param][name].float() for param in params for name in ("exp_avg", "exp_avg_sq", "step")]
+        found.append([param.detach() for param in params] + kept)
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5 if moments is torch.float32 else 2**-7, atol=1e-6)
+
+
 # ---- runs ------------------------------------------------------------------------------------------------------------
 MODEL = (
     "--device cuda --bf16 --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128 "
@@ -308,7 +334,7 @@ def test_checkpoint_goes_on_in_the_other_implementation(losses, tmp_path, saver,
     "fp8", ["", "--fp8-format hybrid --fp8-recipe delayed ", "--fp8-format e4m3 --fp8-recipe blockwise "]
 )
 def test_captured_steps_are_those_of_eager_ones(losses, fp8):
-    flags = f"{ENGINE}{DROP_PAD}{fp8}--train-iters 12 "
+    flags = f"{ENGINE}{DROP_PAD}{fp8}--use-precision-aware-optimizer --train-iters 12 "
     eager = losses(flags)
     graph = losses(f"{flags}--cuda-graph-impl full_iteration ")
     assert graph_state.num_graphs() == 0

@@ -17,8 +17,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer.main_params import MainParams
-from megatron.core.optimizer.optimizer import MAIN_GRAD, MAIN_PARAM, MegatronOptimizer, ParamState
+from megatron.core.optimizer.optimizer import MAIN_GRAD, MAIN_PARAM, BuildAdam, MegatronOptimizer, ParamState
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.precision_aware_adam import PrecisionAwareAdam
 from megatron.core.optimizer.sharded_params import BucketShard, ShardedMainParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils.collectives import all_gather
@@ -50,12 +51,13 @@ class DistributedOptimizer(MegatronOptimizer):
         named_params: Iterable[tuple[str, torch.nn.Parameter]],
         pg_collection: ProcessGroupCollection,
         model_chunks: Sequence[DistributedDataParallel],
+        build_adam: BuildAdam = PrecisionAwareAdam,
     ) -> None:
         """Cut the shards, then as the plain optimizer."""
         named_params = list(named_params)
         self._chunks = model_chunks
         self._names = {param: name for name, param in named_params}
-        super().__init__(config, named_params, pg_collection)
+        super().__init__(config, named_params, pg_collection, build_adam)
         # every element of a gradient lies on one rank, so sums run over the world instead of the model parallel groups
         self.norm_groups = replace(pg_collection, mp=pg_collection.world, tp_ep_pp=pg_collection.world)
 

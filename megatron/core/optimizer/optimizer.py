@@ -12,7 +12,7 @@ step():
 State is kept by the parameter's global name, so that it can be saved and loaded without knowing the order of groups.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,8 @@ from megatron.core.optimizer.sharded_params import ShardedMainParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.step_guard import StepGuard
 from megatron.core.utils.collectives import MAX, all_reduce
+
+BuildAdam = Callable[[list[dict[str, Any]], tuple[float, float], float, bool], torch.optim.Optimizer]
 
 SAVED_GROUP_KEYS = ("lr", "weight_decay")
 """What a saved group restores. Everything else is configuration, which the new run states itself."""
@@ -70,8 +72,12 @@ class MegatronOptimizer:
         config: OptimizerConfig,
         named_params: Iterable[tuple[str, torch.nn.Parameter]],
         pg_collection: ProcessGroupCollection,
+        build_adam: BuildAdam = PrecisionAwareAdam,
     ) -> None:
-        """Build groups, main copies and zero moments; communicates the keys of the groups."""
+        """Build groups, main copies and zero moments; communicates the keys of the groups.
+
+        `build_adam` makes the precision-aware optimizer from groups, betas, eps and whether decay is decoupled.
+        """
         named_params = list(named_params)
         if not named_params:
             raise ConfigError("model_chunks: the model has no parameters; there is nothing to optimize.")
@@ -88,7 +94,7 @@ class MegatronOptimizer:
         for group in groups:
             kept = [(name, main_of[p]) for name, p in zip(group["names"], group["params"], strict=True) if p in main_of]
             group["names"], group["params"] = [name for name, _ in kept], [main for _, main in kept]
-        self._inner = _build_inner(config, groups, self.device)
+        self._inner = _build_inner(config, groups, self.device, build_adam)
         self._rates = self._rates_on_device()
         self._fill_state()
         self._scaler = build_grad_scaler(config, self.device)
@@ -290,11 +296,13 @@ class MegatronOptimizer:
         self._main.write_back()
 
 
-def _build_inner(config: OptimizerConfig, groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
+def _build_inner(
+    config: OptimizerConfig, groups: list[dict[str, Any]], device: torch.device, build_adam: BuildAdam
+) -> torch.optim.Optimizer:
     """Build torch's fused Adam, AdamW or SGD, or the Adam with moments of other dtypes."""
     betas = (config.adam_beta1, config.adam_beta2)
     if config.use_precision_aware_optimizer:
-        return PrecisionAwareAdam(groups, betas, config.adam_eps, config.decoupled_weight_decay)
+        return build_adam(groups, betas, config.adam_eps, config.decoupled_weight_decay)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=config.sgd_momentum, fused=True)
     kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron.core.configs.transformer import TransformerConfig
-from megatron.core.extensions.transformer_engine.module import EngineLayer
+from megatron.core.extensions.transformer_engine.module import NUM_FP8_ROWS, EngineLayer
 from megatron.core.module_api.parameter import new_parameter
 from megatron.core.param_attrs import InitSpec, ParamAttrs
 from megatron.core.tensor_parallel.recompute import recomputes
@@ -76,9 +76,15 @@ class TEGroupedLinear(EngineLayer):
         Host: one wait for the counts on a GPU, unless they are given on the host.
         """
         counts = tokens_per_expert.tolist() if host_counts is None else host_counts
-        tail = rows.shape[0] - sum(counts)
-        output: Any = self.run_engine(rows[: sum(counts)] if tail else rows, counts)
+        num_rows = sum(counts)
+        tail = rows.shape[0] - num_rows
+        output: Any = self.run_engine(rows[:num_rows] if tail else rows, counts) if num_rows else self._run_empty(rows)
         return torch.cat([output, output.new_zeros(tail, output.shape[1])]) if tail else output
+
+    def _run_empty(self, rows: torch.Tensor) -> torch.Tensor:
+        """No rows of [R, in] -> [0, out] by way of a block of zeros, so that all matrices get gradients of zeros."""
+        block = torch.nn.functional.pad(rows[:0], (0, 0, 0, NUM_FP8_ROWS))
+        return self.run_engine(block, [NUM_FP8_ROWS] + [0] * (self.num_experts - 1))[:0]
 
     def _keeps_original(self, is_behind_activation: bool) -> bool:
         """True if codes of the rows should be made again in backward, because the rows are."""

@@ -30,7 +30,8 @@ from megatron.core.module_api.module import MegatronModule
 from megatron.core.param_attrs import ParamAttrs, set_param_attrs
 from megatron.core.utils.device import resolve_device
 
-_FP8_ROWS = 16
+NUM_FP8_ROWS = 16
+"""FP8 products take rows in multiples of this."""
 
 
 class EngineLayer(MegatronModule):
@@ -114,16 +115,16 @@ class EngineLayer(MegatronModule):
         Raises: ConfigError if zeros would end up between the rows of other ranks, or a width does not fit.
         """
         num_rows = math.prod(rows.shape[:-1])
-        missing = -num_rows % _FP8_ROWS if self.fp8 is not None else 0
+        missing = -num_rows % NUM_FP8_ROWS if self.fp8 is not None else 0
         if num_rows == 0:
-            missing = _FP8_ROWS
+            missing = NUM_FP8_ROWS
         if not missing:
             return self.run_engine(rows)
         if self.exchanges:
             raise ConfigError(
                 f"fp8={self.config.fp8!r} with an input of {num_rows} rows on each tensor-parallel rank: Transformer "
-                f"Engine's products need a multiple of {_FP8_ROWS}; change --seq-length or --micro-batch-size, or use "
-                "--transformer-impl local."
+                f"Engine's products need a multiple of {NUM_FP8_ROWS}; change --seq-length or --micro-batch-size, "
+                "or use --transformer-impl local."
             )
         # [..., i] -> [num_rows + missing, i]
         padded = torch.nn.functional.pad(rows.reshape(num_rows, rows.shape[-1]), (0, 0, 0, missing))

@@ -53,6 +53,11 @@ FEATURES = {
         "FP8 layers behind a recomputed norm or activation keep codes of it, which cost one byte per element",
         is_refused=False,
     ),
+    "fused_adam": Feature(
+        "2.3",
+        "pytorch.optimizers.FusedAdam:exp_avg_dtype",
+        "upgrade it, or drop --use-precision-aware-optimizer",
+    ),
 }
 
 

@@ -148,6 +148,14 @@ def test_grouped_experts_without_tokens_get_gradients_of_zero_and_rows_behind_ar
     assert [experts.linear_fc1.weights[i].grad.abs().sum() > 0 for i in range(4)] == [False, True, False, True]
 
 
+def test_grouped_experts_without_any_tokens_get_gradients_of_zero():
+    with engine() as spec:
+        experts = build(moe_config(moe_grouped_gemm=True), spec).decoder.layers[0].mlp.experts
+        output, _ = experts(normal(0, 16).requires_grad_(), torch.zeros(4, dtype=torch.int64), normal(0))
+        output.sum().backward()
+    assert all(weight.grad.eq(0).all() for weight in (*experts.linear_fc1.weights, *experts.linear_fc2.weights))
+
+
 def test_experts_that_need_counts_on_the_host_cannot_be_captured():
     with engine() as spec:
         experts = build(moe_config(moe_grouped_gemm=True), spec).decoder.layers[0].mlp.experts
