@@ -45,7 +45,8 @@ TWO_GPUS = "tests/gpu_tests/test_two_gpus.py"
 PIPELINE = "tests/gpu_tests/test_pipeline.py"
 CP_BLOCKS = "tests/gpu_tests/test_context_parallel.py"
 SYMM_MEM = "tests/gpu_tests/test_symm_mem.py"
-SYMM_MEM_RANKS = "tests/gpu_tests/test_symm_mem_two_gpus.py"
+SYMM_MEM_RANKS = "tests/gpu_tests/test_symm_mem_ranks.py"
+SYMM_MEM_GPUS = "tests/gpu_tests/test_symm_mem_two_gpus.py"
 PERMUTE = "tests/gpu_tests/test_permute.py"
 ELEMENTWISE = "tests/gpu_tests/test_elementwise.py"
 FP8 = "tests/gpu_tests/test_fp8.py"
@@ -78,6 +79,7 @@ OWN_PARTS = (
     CP_BLOCKS,
     SYMM_MEM,
     SYMM_MEM_RANKS,
+    SYMM_MEM_GPUS,
     DISPATCH,
     PERMUTE,
     ELEMENTWISE,
@@ -123,7 +125,8 @@ PARTS = (
     Part("symm-mem-rounds", (SYMM_MEM, "-k", "rounds"), 120),
     Part("dispatch", (f"{DISPATCH}::test_kernels_are_timed_beside_a_copy",), 90),
     Part("dispatch-sweep", (f"{DISPATCH}::test_tilings_are_swept",), 120),
-    Part("symm-mem-2", (SYMM_MEM_RANKS,), 120, num_gpus=2),
+    Part("symm-mem-ranks", (SYMM_MEM_RANKS,), 90),
+    Part("symm-mem-2", (SYMM_MEM_GPUS,), 120, num_gpus=2),
     Part("dispatch-2", (f"{DISPATCH}::test_operations_are_timed_between_two_gpus",), 120, num_gpus=2),
     Part("pp2", (f"{PIPELINE}::test_peak_memory_is_that_of_the_formula",), 120, num_gpus=2),
     Part("pp2-curve", (f"{PIPELINE}::test_pipeline_curve_is_that_of_one_gpu",), 120, num_gpus=2),
