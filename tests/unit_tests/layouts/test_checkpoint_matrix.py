@@ -1,6 +1,7 @@
 """What one layout saves any other loads: weights, moments and counters exactly, and the next losses agree."""
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -100,13 +101,26 @@ def test_stages_load_what_one_rank_or_stages_saved(pool, tmp_path, source, case)
     check_loads(pool, CASES[case], saved, "pp2", tmp_path, torch.float64)
 
 
+@pytest.fixture(scope="module")
+def saved_by_all(pool, tmp_path_factory):
+    """A function of (name of a case, dtype): what every layout has saved, {name: joined passage}, and the folder."""
+
+    @functools.cache
+    def save(case, dtype):
+        folder = tmp_path_factory.mktemp(case)
+        return save_each(pool, CASES[case], LAYOUTS, folder, dtype), folder
+
+    return save
+
+
 @pytest.mark.full
+@pytest.mark.parametrize("target", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_every_layout_loads_what_every_layout_saves(pool, tmp_path, case, dtype):
-    saved = save_each(pool, CASES[case], LAYOUTS, tmp_path, dtype)
-    for number, target in enumerate(LAYOUTS):
-        check_loads(pool, CASES[case], saved, target, tmp_path, dtype, ckpt_fully_parallel_load=bool(number % 2))
+def test_every_layout_loads_what_every_layout_saves(pool, saved_by_all, case, dtype, target):
+    saved, folder = saved_by_all(case, dtype)
+    is_parallel = [*LAYOUTS].index(target) % 2 == 1
+    check_loads(pool, CASES[case], saved, target, folder, dtype, ckpt_fully_parallel_load=is_parallel)
 
 
 @pytest.mark.full

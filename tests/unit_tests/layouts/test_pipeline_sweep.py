@@ -5,6 +5,7 @@ import torch
 
 from tests.common.collective_log import compare_logs
 from tests.common.layouts import Layout, run_step
+from tests.common.pool import RankErrors
 from tests.common.reference import make_weights
 from tests.common.reference_model import GptShape
 from tests.unit_tests.layouts.cases import (
@@ -107,20 +108,33 @@ def test_uneven_stages_equal_reference(pool, text):
     check_against_reference(pool, deep_case("tied"), Layout(pp=2, pipeline_layout=text), make_batch())
 
 
+# Expert parallelism without experts is refused.
+LAYOUTS_AND_FIELDS = [
+    (layout, fields) for layout in LAYOUTS for fields in FIELDS if (layout.ep, fields) != (2, "dense")
+]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("variant", ["plain", *VARIANTS])
-@pytest.mark.parametrize("fields", FIELDS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("layout", "fields"), LAYOUTS_AND_FIELDS, ids=str)
 def test_whole_matrix_equals_reference(pool, layout, shape, fields, variant):
     layout = with_fields(layout, **VARIANTS.get(variant, {}))
     check_against_reference(pool, deep_case(shape, fields), layout, masked_batch([6, 1, 0, 3]))
 
 
+GROUPS_OF_THREE = Layout(pp=2, vpp=2, group_size=3)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("num_microbatches", range(3, 8))
+@pytest.mark.parametrize("num_microbatches", [3, 5, 6, 8, 9])
 def test_groups_of_three_equal_reference(pool, num_microbatches):
-    if num_microbatches % 3 == 1:
-        pytest.skip("the last group would be smaller than the pipeline")
-    layout = Layout(pp=2, vpp=2, group_size=3)
-    check_against_reference(pool, deep_case(), layout, make_batch(num_microbatches))
+    check_against_reference(pool, deep_case(), GROUPS_OF_THREE, make_batch(num_microbatches))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("num_microbatches", "fitting"), [(4, "3 or 5"), (7, "6 or 8")])
+def test_a_last_group_smaller_than_the_pipeline_is_refused_on_every_rank(pool, num_microbatches, fitting):
+    with pytest.raises(RankErrors, match=f"the last group has 1 microbatches .* use {fitting} microbatches") as caught:
+        check_against_reference(pool, deep_case(), GROUPS_OF_THREE, make_batch(num_microbatches))
+    assert [name for name, _ in caught.value.errors.values()] == ["ConfigError"] * 2
