@@ -110,8 +110,8 @@ class MegatronOptimizer:
     # Loss scale.
 
     def get_loss_scale(self) -> torch.Tensor:
-        """Current loss scale [1] on the device; one without scaling."""
-        return torch.ones(1, device=self.device) if self._scaler is None else self._scaler.scale
+        """Current loss scale [1], on the device; one without scaling, on the host, which need not wait to read it."""
+        return torch.ones(1) if self._scaler is None else self._scaler.scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply `loss` [...] by the loss scale."""

@@ -106,8 +106,8 @@ class MoEMetrics:
         self, sums: Sequence[float], num_microbatches: int, groups: ProcessGroupCollection
     ) -> dict[str, float]:
         """Means per microbatch from what `reduce` gave, by name; sums start again from zero."""
-        for layer in self.layers:
-            layer.sums.zero_()
+        if self.layers:
+            torch._foreach_zero_([layer.sums for layer in self.layers])
         num_columns = len(sums) // len(_FIGURES)
         table = [list(sums[i * num_columns : (i + 1) * num_columns]) for i in range(len(_FIGURES))]
         return self._summarise(table, num_microbatches, groups)
