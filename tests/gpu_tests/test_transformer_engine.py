@@ -43,7 +43,13 @@ pytestmark = [
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, LENGTH, BATCH = 512, 128, 2
-RECIPES = ("delayed", "tensorwise", "blockwise")
+RECIPES = {
+    "delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"},
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    "blockwise hybrid": {"fp8": "hybrid", "fp8_recipe": "blockwise"},
+}
+PRECISIONS = {"bf16": {}, **RECIPES}
 KINDS = {
     "dense": {},
     "experts": {"num_moe_experts": 4, "moe_ffn_hidden_size": 256, "moe_grouped_gemm": True},
@@ -175,11 +181,10 @@ def test_attention_with_a_mask_is_that_of_local():
         assert relative(got(*heads, given), want(*heads, given)) < 2e-2
 
 
-@pytest.mark.parametrize("fp8", [None, *RECIPES])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("counts", [[0, 128, 0, 64], [192, 0, 0, 0], [0, 0, 0, 0]], ids=str)
-def test_experts_without_rows_get_gradients_of_zero(counts, fp8):
-    fields = {} if fp8 is None else {"fp8": "hybrid", "fp8_recipe": fp8}
-    experts = model_of(config_of("experts", **fields)).decoder.layers[0].mlp.experts
+def test_experts_without_rows_get_gradients_of_zero(counts, precision):
+    experts = model_of(config_of("experts", **PRECISIONS[precision])).decoder.layers[0].mlp.experts
     rows = normal(192, 256).requires_grad_()
     output, _ = experts(rows, torch.tensor(counts, device=DEVICE), torch.ones(192, device=DEVICE))
     output.sum().backward()
@@ -195,7 +200,7 @@ def test_experts_without_rows_get_gradients_of_zero(counts, fp8):
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp8_trains_as_bf16_does(kind, recipe):
     want = trained(model_of(config_of(kind)))
-    got = trained(model_of(config_of(kind, fp8="hybrid", fp8_recipe=recipe, first_last_layers_bf16=False)))
+    got = trained(model_of(config_of(kind, **RECIPES[recipe])))
     print(f"{kind} {recipe}: bf16 {want[0]:.4f} to {want[-1]:.4f}, FP8 {got[0]:.4f} to {got[-1]:.4f}")
     assert want[-1] < want[0] - 1.0
     assert got[-1] < got[0] - 0.8 * (want[0] - want[-1])
@@ -216,10 +221,9 @@ def test_amaxes_of_a_step_cover_its_microbatches_and_scale_the_next():
     assert layer.engine.fp8_meta["scaling_bwd"].scale[0] == 57344 / 1.75
 
 
-@pytest.mark.parametrize("fp8", [None, *RECIPES])
-def test_rows_of_experts_stay_exactly_if_they_are_declared_as_kept(fp8):
-    fields = {} if fp8 is None else {"fp8": "hybrid", "fp8_recipe": fp8}
-    experts = model_of(config_of("experts", **fields)).decoder.layers[0].mlp.experts
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_rows_of_experts_stay_exactly_if_they_are_declared_as_kept(precision):
+    experts = model_of(config_of("experts", **PRECISIONS[precision])).decoder.layers[0].mlp.experts
     experts.given_row_multiple = 128
     leaf = normal(512, 256).requires_grad_()
     rows = leaf * 2
@@ -232,13 +236,12 @@ def test_rows_of_experts_stay_exactly_if_they_are_declared_as_kept(fp8):
 
 
 # ---- weight gradients ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("fp8", [None, *RECIPES])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_delayed_weight_gradients_are_the_same(kind, fp8):
-    fields = {} if fp8 is None else {"fp8": "hybrid", "fp8_recipe": fp8}
+def test_delayed_weight_gradients_are_the_same(kind, precision):
     found = []
     for delays in (False, True):
-        config = config_of(kind, **fields)
+        config = config_of(kind, **PRECISIONS[precision])
         config.delay_wgrad_compute = delays
         model, queues = model_of(config), []
         give_main_grads(model)
