@@ -53,8 +53,18 @@ class Cut:
     """Weight gradient only: bring what a tile is added to into the cache while its products run."""
 
 
-FAST, PRECISE = Cut(block_out=256, num_stages=3), Cut()
-WGRAD_FAST, WGRAD_PRECISE = Cut(), Cut()
+# From `tools/benchmark/fp8.py --what sweep`.
+FAST, PRECISE = Cut(block_out=256, num_stages=3), Cut(64, 128, num_warps=4)
+LONG_STRIPS, SHORT_STRIPS = Cut(band=8), Cut(64, 128, num_warps=4)
+WGRAD_LINES, WGRAD_STRIPS = Cut(band=8), Cut(128, 64, num_warps=4, programs_per_sm=2)
+_SHORT_SUM = 2048
+
+
+def _cut_of_rows(width: int, has_strips: bool, is_fast: bool) -> Cut:
+    """Cut of the rows product for a sum of `width`."""
+    if has_strips:
+        return SHORT_STRIPS if width <= _SHORT_SUM else LONG_STRIPS
+    return FAST if is_fast else PRECISE
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,7 @@ def grouped_rows_product(
     if not out.numel():
         return out
     is_precise = has_strips or not is_fast
-    cut = cut or (PRECISE if is_precise else FAST)
+    cut = cut or _cut_of_rows(width, has_strips, is_fast)
     assert not has_strips or STRIP % cut.block_out == 0, f"block_out={cut.block_out}: a tile has one strip of weights"
     row_tiles = -(-num_rows // cut.block_rows) + num_experts  # each expert may leave one tile unfilled
     matrix = weight.codes.view(num_experts * num_out, width)
@@ -141,7 +151,7 @@ def grouped_wgrad_product(
     if not num_rows or not main_grad.numel():
         return
     is_precise = has_strips or not is_fast
-    cut = cut or (WGRAD_PRECISE if is_precise else WGRAD_FAST)
+    cut = cut or (WGRAD_STRIPS if has_strips else WGRAD_LINES)
     strides = (grad.scale.stride(1), rows.scale.stride(1)) if has_strips else (num_out, num_in)
     num_programs = cut.programs_per_sm * num_free_sms(main_grad.device)
     interpreted = is_interpreted()

@@ -57,17 +57,24 @@ class FusedRowOrder:
 
 
 def build_row_order(
-    routing_map: torch.Tensor, num_rows: int, rows_per_token: int | None = None, fused_slots: int | None = None
+    routing_map: torch.Tensor,
+    num_rows: int,
+    rows_per_token: int | None = None,
+    fused_slots: int | None = None,
+    multiple: int = 1,
 ) -> RowOrder | FusedRowOrder:
     """Order the True entries of a routing map bool [T, E]; there must be exactly `num_rows` of them.
 
     `rows_per_token` may be given if it is the same for all tokens: GPUs then sum without sorting again. `fused_slots`
-    asks for the form with kernels, and says how many rows a token has at most.
+    asks for the form with kernels, and says how many rows a token has at most; it can pad the rows of each column with
+    zeros to a multiple, and `num_rows` is then a bound.
     Host: no synchronisation.
     """
     if fused_slots is not None:
         ids = expert_slots(routing_map, fused_slots)
-        return FusedRowOrder(ids, row_layout(ids, routing_map.shape[1], num_rows))
+        layout = row_layout(ids, routing_map.shape[1], num_rows, multiple, has_tail=multiple > 1)
+        return FusedRowOrder(ids, layout)
+    assert multiple == 1, f"multiple={multiple}: the plain form of a permutation pads nothing"
     num_tokens, num_experts = routing_map.shape
     pairs = torch.nonzero_static(routing_map.t(), size=num_rows)  # [M, 2], sorted by expert, then token
     experts, token_ids = pairs[:, 0], pairs[:, 1].contiguous()

@@ -195,7 +195,7 @@ class MoETokenDispatcher(abc.ABC):
         if self.config.moe_permute_fusion:
             num_columns = routing_map.shape[1]
             fused_slots = num_columns if self.is_padded else min(self.topk, num_columns)
-        return build_row_order(routing_map, num_rows, rows_per_token, fused_slots)
+        return build_row_order(routing_map, num_rows, rows_per_token, fused_slots, self.row_multiple)
 
     def padded_capacity(self, num_tokens: int, device: torch.device) -> int:
         """Rows that each rank sends to each expert padded to its capacity.

@@ -16,9 +16,13 @@ Legend: T tokens, h width, E experts, n experts per rank, W ranks, S rows sent, 
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
+from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.fp8.layer_state import expert_row_multiple
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.dispatchers.exchange import exchange_rows, gather_uneven_rows, reduce_uneven_rows
 from megatron.core.transformer.moe.dispatchers.token_counts import (
     PendingCounts,
@@ -54,13 +58,23 @@ class AllToAllState(DispatchState):
 class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     """Sends rows with `all_to_all_single` over the expert-parallel group."""
 
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: Sequence[int],
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
+        if self._is_local and config.moe_permute_fusion and not self.has_row_budget:
+            self.row_multiple = expert_row_multiple(config)
+
     @property
     def traits(self) -> DispatcherTraits:
         """Traits in this configuration."""
-        is_local = self.has_all_experts and self.is_dropless
         return DispatcherTraits(
-            host_sync_free=self.is_padded or is_local,
-            static_shapes=self.is_padded or is_local,
+            host_sync_free=self.is_padded or self._is_local,
+            static_shapes=self.is_padded or self._is_local,
             deduplicates=False,
             postprocess_aliases_input=self._is_sorted_on_arrival,
             fuses_permute=False,
@@ -68,6 +82,11 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
             supports_capacity=True,
             probs_dtype=self.probs_dtype,
         )
+
+    @property
+    def _is_local(self) -> bool:
+        """True if all rows stay here: their number is known, and the permutation may pad each expert's."""
+        return self.has_all_experts and self.is_dropless
 
     @property
     def _is_sorted_on_arrival(self) -> bool:
@@ -81,8 +100,8 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         pending = None
         if self.is_padded:
             counts = self._padded_counts(num_tokens, routing_map.device)
-        elif self.has_all_experts and self.is_dropless:
-            counts = local_counts(routing_map, num_tokens * self.topk)
+        elif self._is_local:
+            counts = local_counts(routing_map, num_tokens * self.topk, self.row_multiple)
         else:
             pending = PendingCounts(routing_map, self.num_local_experts, self.ep_group, self.etp_group)
             counts = None if self.is_dropless else pending.wait()

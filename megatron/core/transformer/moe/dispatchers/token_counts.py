@@ -91,9 +91,14 @@ def constant_counts(
     return RowCounts(splits, splits, [sum(splits)] * shards, table.sum(dim=0), table, per_expert)
 
 
-def local_counts(routing_map: torch.Tensor, num_rows: int) -> RowCounts:
-    """Counts of a dropless routing map bool [T, E] whose experts are all on this rank. Host: no synchronisation."""
-    per_expert = routing_map.sum(dim=0)
+def local_counts(routing_map: torch.Tensor, num_rows: int, multiple: int = 1) -> RowCounts:
+    """Counts of a dropless routing map bool [T, E] whose experts are all on this rank. Host: no synchronisation.
+
+    The rows of each expert are padded to the multiple; with them the number of rows is a bound that always holds.
+    """
+    per_expert = (routing_map.sum(dim=0) + multiple - 1) // multiple * multiple
+    num_rows += routing_map.shape[1] * (multiple - 1)
+    num_rows += -num_rows % multiple
     return RowCounts([num_rows], [num_rows], [num_rows], per_expert, per_expert.unsqueeze(0), None)
 
 

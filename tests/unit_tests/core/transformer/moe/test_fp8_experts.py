@@ -34,10 +34,11 @@ def results(recipe, **fields):
     return {"output": output, "hidden": hidden.grad, **grads}
 
 
+@pytest.mark.parametrize("dispatcher", [{"moe_token_dispatcher_type": "flex"}, {"moe_permute_fusion": True}], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_rows_padded_by_the_dispatch_equal_rows_padded_by_the_experts(recipe):
+def test_rows_padded_by_the_dispatch_equal_rows_padded_by_the_experts(recipe, dispatcher):
     padded_here = results(recipe, moe_grouped_gemm=True)
-    padded_there = results(recipe, moe_grouped_gemm=True, moe_token_dispatcher_type="flex")
+    padded_there = results(recipe, moe_grouped_gemm=True, **dispatcher)
     for name, want in padded_here.items():
         torch.testing.assert_close(padded_there[name], want, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
