@@ -13,7 +13,15 @@ from megatron.core.fusions.fused_permute import (
     permute_rows,
     unpermute_rows,
 )
-from megatron.core.fusions.fused_row_layout import TAIL, Sizes, kernel_layout, reference_layout, row_layout
+from megatron.core.fusions.fused_row_layout import (
+    TAIL,
+    Sizes,
+    kernel_layout,
+    kernel_slots,
+    reference_layout,
+    reference_slots,
+    row_layout,
+)
 from megatron.core.transformer.moe.dispatchers.hybridep.engine import EngineSetup, shared_engine
 from tests.common.dispatch_cases import DispatchCase, assert_same, expected_ranks, lossless_budget, run_engine
 
@@ -64,6 +72,15 @@ def test_layout_is_the_plain_form(num_tokens, num_slots, num_experts):
         kernel, plain = kernel_layout(ids, num_experts, sizes, True), reference_layout(ids, num_experts, sizes, True)
         for name in ("slots", "pairs", "tokens_per_expert", "dropped_rows"):
             assert torch.equal(getattr(kernel, name), getattr(plain, name)), (name, multiple, num_rows)
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize(("num_slots", "num_experts"), [(1, 1), (2, 8), (8, 128), (256, 256)], ids=str)
+def test_slots_are_the_plain_form(num_tokens, num_slots, num_experts):
+    ids = random_ids(num_tokens, num_slots, num_experts).long()
+    chosen = torch.zeros(num_tokens, num_experts + 1, dtype=torch.bool, device="cuda")
+    chosen = chosen.scatter_(1, ids.where(ids >= 0, num_experts), True)[:, :num_experts]
+    assert torch.equal(kernel_slots(chosen, num_slots), reference_slots(chosen, num_slots))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)

@@ -11,6 +11,8 @@ what is needed, rows from P on are dropped: the last experts lose theirs, and th
 The kernel makes two passes over blocks of tokens: count per expert, then rank within the block on top of what the
 blocks and experts before need. Sums of integers: both forms give the same numbers.
 
+The ids come from a routing map (`expert_slots`): for each token its experts in ascending order.
+
 Legend: C tokens, K slots of a token, n experts, P rows, B blocks of tokens.
 """
 
@@ -96,6 +98,38 @@ def row_layout(
     return reference_layout(ids, num_experts, Sizes(num_rows, multiple, pads_empty), has_tail)
 
 
+def expert_slots(routing_map: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """Ids of the chosen columns: map bool [C, n], at most K true in a row -> int32 [C, K], ascending, -1 = none.
+
+    Host: no synchronisation.
+    """
+    form = kernel_slots if uses_kernels(routing_map) else reference_slots
+    return form(routing_map, num_slots)
+
+
+def reference_slots(routing_map: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """The plain form of `expert_slots`: map bool [C, n] -> int32 [C, K]."""
+    num_tokens, num_columns = routing_map.shape
+    slots = torch.where(routing_map, routing_map.cumsum(dim=1) - 1, num_slots)  # [C, n], K is thrown away
+    columns = torch.arange(num_columns, dtype=torch.int32, device=routing_map.device).expand(num_tokens, -1)
+    ids = torch.full((num_tokens, num_slots + 1), -1, dtype=torch.int32, device=routing_map.device)
+    return ids.scatter_(1, slots, columns)[:, :num_slots].contiguous()
+
+
+def kernel_slots(routing_map: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """The form with a kernel: map bool [C, n] -> int32 [C, K]."""
+    num_tokens, num_columns = routing_map.shape
+    ids = torch.empty(num_tokens, num_slots, dtype=torch.int32, device=routing_map.device)
+    width = max(16, 1 << (num_columns - 1).bit_length())
+    block = max(8, TILE // width)
+    if num_tokens:
+        chosen = routing_map.contiguous().view(torch.uint8)
+        shape = (num_tokens, num_columns, num_slots, block, width, 1 << (num_slots - 1).bit_length())
+        streams.declare("slots", (routing_map,), (ids,))
+        _slots_kernel[(-(-num_tokens // block),)](chosen, ids, *shape)
+    return ids
+
+
 def uses_kernels(tensor: torch.Tensor) -> bool:
     """True where kernels run: a tensor [any] on a GPU, and Triton is installed."""
     return tensor.is_cuda and is_available("triton")
@@ -155,6 +189,31 @@ def kernel_layout(ids: torch.Tensor, num_experts: int, sizes: Sizes, has_tail: b
         streams.declare("place rows", (ids, bases), (slots, pairs))
         _block_kernel[(num_blocks,)](ids, bases, slots, pairs, *shape, counts_only=False)
     return RowLayout(slots, pairs, kept, dropped, has_tail, sizes.has_padding)
+
+
+@triton_jit
+def _slots_kernel(
+    routing_map,
+    ids,
+    num_tokens,
+    num_columns,
+    num_slots: tl.constexpr,
+    block: tl.constexpr,
+    width: tl.constexpr,
+    slot_width: tl.constexpr,
+) -> None:
+    """One block of tokens: map uint8 [C, n] -> ids [C, K]."""
+    tokens, columns = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, width)
+    slots, is_token = tl.arange(0, slot_width), tokens < num_tokens
+    first = tokens.to(tl.int64)[:, None]
+    inside = is_token[:, None] & (columns < num_columns)[None, :]
+    chosen = (tl.load(routing_map + first * num_columns + columns[None, :], mask=inside, other=0) != 0).to(tl.int32)
+    slot = tl.cumsum(chosen, axis=1) - chosen
+    found = tl.broadcast_to(columns[None, :], [block, width])
+    tl.store(ids + first * num_slots + slot, found, mask=(chosen > 0) & (slot < num_slots))
+    is_empty = (slots[None, :] >= tl.sum(chosen, axis=1)[:, None]) & (slots < num_slots)[None, :]
+    nothing = tl.full([block, slot_width], -1, dtype=tl.int32)
+    tl.store(ids + first * num_slots + slots[None, :], nothing, mask=is_empty & is_token[:, None])
 
 
 @triton_jit

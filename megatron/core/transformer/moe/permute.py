@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megatron.core.fusions.fused_permute import gather_rows, permute_rows, unpermute_rows
-from megatron.core.fusions.fused_row_layout import RowLayout, row_layout
+from megatron.core.fusions.fused_row_layout import RowLayout, expert_slots, row_layout
 from megatron.core.utils.upcast import wide_dtype
 
 
@@ -82,18 +82,6 @@ def build_row_order(
     if rows_per_token is not None and routing_map.is_cuda:
         slots = token_ids.argsort(stable=True).view(num_tokens, rows_per_token)
     return RowOrder(token_ids, token_ids * num_experts + experts, slots, num_tokens)
-
-
-def expert_slots(routing_map: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """Ids of the chosen columns: map bool [T, C], at most K true in a row -> int32 [T, K], ascending, -1 = none.
-
-    Host: no synchronisation.
-    """
-    num_tokens, num_columns = routing_map.shape
-    slots = torch.where(routing_map, routing_map.cumsum(dim=1) - 1, num_slots)  # [T, C], K is thrown away
-    columns = torch.arange(num_columns, dtype=torch.int32, device=routing_map.device).expand(num_tokens, -1)
-    ids = torch.full((num_tokens, num_slots + 1), -1, dtype=torch.int32, device=routing_map.device)
-    return ids.scatter_(1, slots, columns)[:, :num_slots].contiguous()
 
 
 def slot_values(per_column: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from megatron.core.fusions.fused_row_layout import PADDING, TAIL, Sizes, kernel_layout, reference_layout, row_layout
+from megatron.core.fusions.fused_row_layout import (
+    PADDING,
+    TAIL,
+    Sizes,
+    kernel_layout,
+    kernel_slots,
+    reference_layout,
+    reference_slots,
+    row_layout,
+)
 
 FIELDS = ("slots", "pairs", "tokens_per_expert", "dropped_rows")
 
@@ -83,3 +92,23 @@ def test_kernels_give_the_same_rows(interpreted):
         for field, found in zip(FIELDS, answer, strict=True):
             assert torch.equal(found, getattr(layout, field)), (field, case)
             assert found.dtype == getattr(layout, field).dtype, field
+
+
+def routing_map(ids, num_experts):
+    """bool [C, n] of ids [C, K]."""
+    chosen = torch.zeros(len(ids), num_experts + 1, dtype=torch.bool)
+    return chosen.scatter_(1, ids.long().where(ids >= 0, num_experts), True)[:, :num_experts]
+
+
+def slots_job(cases):
+    return [kernel_slots(*case) for case in cases]
+
+
+def test_slots_of_a_map_are_its_columns_in_ascending_order(interpreted):
+    shapes = [(0, 2, 4), (1, 1, 1), (65, 4, 33), (20, 3, 700), (9, 8, 8)]
+    given = [random_ids(tokens, slots, experts, seed=i) for i, (tokens, slots, experts) in enumerate(shapes)]
+    cases = [(routing_map(ids, experts), slots) for ids, (_, slots, experts) in zip(given, shapes, strict=True)]
+    cases[2] = (cases[2][0].t().contiguous().t(), cases[2][1])
+    for case, ids, found in zip(cases, given, interpreted(slots_job, cases), strict=True):
+        assert torch.equal(reference_slots(*case), ids)
+        assert torch.equal(found, ids)

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.core.fusions.fused_permute import _clear_kernel, _gather_kernel, _spread_kernel, _sum_kernel
-from megatron.core.fusions.fused_row_layout import _block_kernel
+from megatron.core.fusions.fused_row_layout import _block_kernel, _slots_kernel
 from tests.common.hopper import ptx
 
 SIZES = {"num_slots": 8, "columns": 256}
@@ -21,11 +21,13 @@ KERNELS = [
     (_sum_kernel, SUM | {"is_double": True} | NO_PROBS, "fp64"),
     (_block_kernel, BLOCK | {"counts_only": True, "slots": None, "pairs": None}, "i32"),
     (_block_kernel, BLOCK | {"counts_only": False}, "i32"),
+    (_slots_kernel, BLOCK | {"slot_width": 8}, "i32"),
 ]
 
 
 @pytest.mark.parametrize(("kernel", "constants", "dtype"), KERNELS, ids=lambda value: getattr(value, "__name__", None))
 def test_kernel_compiles_for_hopper(kernel, constants, dtype):
     types = {"tokens": f"*{dtype}", "rows": f"*{dtype}", "probs": "*fp32", "row_probs": "*fp32"}
+    types["routing_map"] = "*u8"
     types |= dict.fromkeys(("ids", "blocks", "slots", "pairs"), "*i32")
     assert ".target sm_90" in ptx(kernel, constants, types)

@@ -25,6 +25,7 @@ import torch
 from megatron.core import step_guard
 from megatron.core.configs.base import Violation, violation
 from megatron.core.fp8.layer_state import expert_row_multiple
+from megatron.core.fusions.fused_row_layout import expert_slots
 from megatron.core.transformer.moe.dispatchers.hybridep.engine import (
     EngineSetup,
     HybridEPEngine,
@@ -39,7 +40,7 @@ from megatron.core.transformer.moe.dispatchers.hybridep.metadata import (
     worst_case_rows,
 )
 from megatron.core.transformer.moe.dispatchers.token_counts import most_tokens
-from megatron.core.transformer.moe.permute import expert_slots, slot_values
+from megatron.core.transformer.moe.permute import slot_values
 from megatron.core.transformer.moe.token_dispatcher import DispatcherTraits, DispatchState, MoETokenDispatcher
 from megatron.core.utils.upcast import wide_dtype
 
