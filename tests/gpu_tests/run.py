@@ -65,6 +65,7 @@ STEP = "tests/gpu_tests/test_step_benchmark.py"
 ENGINE = "tests/gpu_tests/test_transformer_engine.py"
 FUSED_LOSS = "tests/gpu_tests/test_fused_loss.py"
 FUSED_ROUTER = "tests/gpu_tests/test_fused_router.py"
+FUSED_NORM = "tests/gpu_tests/test_fused_norm.py"
 OWN_PARTS = (
     STREAM_CHECK,
     OVERLAP,
@@ -90,6 +91,7 @@ OWN_PARTS = (
     STEP,
     FUSED_LOSS,
     FUSED_ROUTER,
+    FUSED_NORM,
     FP8,
     ENGINE,
 )
@@ -141,6 +143,7 @@ PARTS = (
     Part("step-C", (f"{STEP}::test_captured_step_is_timed[C]",), 120),
     Part("fused-loss", (FUSED_LOSS,), 60),
     Part("fused-router", (FUSED_ROUTER,), 60),
+    Part("fused-norm", (FUSED_NORM,), 60),
     Part("step-A-kernels", (f"{STEP}::test_kernels_of_a_captured_step_are_listed[A]",), 90),
     Part("step-C-kernels", (f"{STEP}::test_kernels_of_a_captured_step_are_listed[C]",), 90),
     Part("step-A-fp8", (f"{STEP}::test_captured_step_in_fp8_is_timed_beside_bf16[A]",), 110),

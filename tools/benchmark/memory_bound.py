@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.core.configs.transformer import TransformerConfig
-from megatron.core.fusions import fused_cross_entropy
+from megatron.core.fusions import fused_cross_entropy, fused_rms_norm
 from megatron.core.fusions.fused_cross_entropy import VocabularyPart, logit_gradient, scan_logits
 from megatron.core.fusions.fused_gate import wide_linear
+from megatron.core.fusions.fused_rms_norm import NormRule, add_rms_norm, norm_backward, norm_forward
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.moe.router import TopKRouter
@@ -146,7 +148,35 @@ def router_rows(is_swept: bool) -> Iterator[Row]:
         yield Row("gate, both", gate, 3 * hidden.nbytes + 3 * logits.nbytes, note)
 
 
-GROUPS = {"loss": loss_rows, "router": router_rows}
+def norm_rows(is_swept: bool) -> Iterator[Row]:
+    """The norm of one layer of slice A with the residual stream around it, by kernels and in the plain form."""
+    x, residual, grad, grad_total = torch.randn(4, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16).unbind()
+    weight = torch.randn(WIDTH, device="cuda", dtype=torch.bfloat16)
+    rule = NormRule(1e-6)
+    _, total, scales = norm_forward(x, residual, weight, rule)
+    yield Row("norm forward", lambda: norm_forward(x, residual, weight, rule), 4 * x.nbytes, "kernel")
+    programs = (256, 512, 1024, 2048) if is_swept else (fused_rms_norm.MAX_PROGRAMS,)
+    for number in programs:
+        fused_rms_norm.MAX_PROGRAMS = number
+        note = f"kernel, {number} programs"
+        yield Row(
+            "norm backward", lambda: norm_backward(grad, grad_total, total, scales, weight, rule), 4 * x.nbytes, note
+        )
+    leaves = [leaf.clone().requires_grad_() for leaf in (x, residual, weight)]
+
+    def plain_forward() -> tuple[torch.Tensor, torch.Tensor]:
+        both = leaves[0] + leaves[1]
+        return F.rms_norm(both, (WIDTH,), leaves[2], 1e-6), both
+
+    for note, call in {"kernels": lambda: add_rms_norm(*leaves, rule), "plain form": plain_forward}.items():
+
+        def both(call: Callable[[], tuple[torch.Tensor, torch.Tensor]] = call) -> None:
+            torch.autograd.grad(call(), leaves, (grad, grad_total))
+
+        yield Row("norm, both", both, 8 * x.nbytes, note)
+
+
+GROUPS = {"loss": loss_rows, "router": router_rows, "norm": norm_rows}
 
 
 def main(argv: list[str] | None = None) -> int:

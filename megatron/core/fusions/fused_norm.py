@@ -5,7 +5,8 @@
 
 Statistics are fp32 at least. Equal dtypes go to torch's kernel, which widens inside. Two cases are widened here and
 narrowed to the dtype of the weight: an fp32 residual stream under half-precision weights, and a weight stored minus
-one, since 1 + w would lose the small digits of w in half precision.
+one, since 1 + w would lose the small digits of w in half precision. On a GPU kernels of ours do the RMS norm, together
+with the residual stream where there is one (`fused_rms_norm`).
 
 Legend: h width.
 """
@@ -13,6 +14,7 @@ Legend: h width.
 import torch
 import torch.nn.functional as F
 
+from megatron.core.fusions.fused_rms_norm import NormRule, add_rms_norm, uses_norm_kernels
 from megatron.core.utils.upcast import upcast
 
 
@@ -29,6 +31,8 @@ def layer_norm(
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool = False) -> torch.Tensor:
     """Return the RMS norm. Shapes: x [..., h], weight [h] -> [..., h] in the dtype of the weight."""
+    if uses_norm_kernels(x, weight):
+        return add_rms_norm(x, None, weight, NormRule(eps, float(zero_centered)))[0]
     shape = weight.shape
     if x.dtype == weight.dtype and not zero_centered:
         return F.rms_norm(x, shape, weight, eps)

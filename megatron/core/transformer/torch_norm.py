@@ -4,6 +4,7 @@ import torch
 
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.fusions.fused_norm import layer_norm, rms_norm
+from megatron.core.fusions.fused_rms_norm import NormRule, add_rms_norm, uses_norm_kernels
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.parameter import new_parameter
 from megatron.core.param_attrs import InitSpec, ParamAttrs
@@ -28,3 +29,14 @@ class WrappedTorchNorm(MegatronModule):
         if self.bias is None:
             return rms_norm(x, self.weight, self.eps, self.zero_centered)
         return layer_norm(x, self.weight, self.bias, self.eps, self.zero_centered)
+
+    def joins_stream(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
+        """True if `with_stream` takes x and residual [..., h]."""
+        return self.bias is None and uses_norm_kernels(x, self.weight, residual)
+
+    def with_stream(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm of x + residual and the sum itself, which goes on as the residual stream: [..., h] -> [..., h] twice.
+
+        One kernel in each direction: the gradient of the stream joins that of the norm.
+        """
+        return add_rms_norm(x, residual, self.weight, NormRule(self.eps, float(self.zero_centered)))

@@ -16,7 +16,7 @@ Legend: s sequence (of this rank), b batch, h width, R rows at the experts of th
 import functools
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -37,6 +37,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import random_region
 from megatron.core.tensor_parallel.recompute import checkpoint, recomputed_on_use, recomputes
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.utils.upcast import upcast
 
 
@@ -154,11 +155,14 @@ class TransformerLayer(MegatronModule):
         """Attention and pre-MLP norm: [s, b, h] -> the MLP's input [s, b, h], the residual stream [s, b, h]."""
         if self.config.fp32_residual_connection:
             hidden_states = upcast(hidden_states)
-        normed = self.input_layernorm(hidden_states)
+        normed, hidden_states = _norm_beside_stream(self.input_layernorm, hidden_states)
         with self._norm_on_use(self.input_layernorm, hidden_states, normed):
-            attended = self.self_attention(normed, call.attention_mask, call.rotary)
-        residual = self._add(self.self_attn_bda, attended, hidden_states)
-        return self.pre_mlp_layernorm(residual), residual
+            attended, bias = self.self_attention(normed, call.attention_mask, call.rotary)
+        is_sum = bias is None and not self._drops and self.self_attn_bda is get_bias_dropout_add
+        if is_sum and _joins(self.pre_mlp_layernorm, attended, hidden_states):
+            return self.pre_mlp_layernorm.with_stream(attended, hidden_states)
+        residual = self._add(self.self_attn_bda, (attended, bias), hidden_states)
+        return _norm_beside_stream(self.pre_mlp_layernorm, residual)
 
     def _run_with_recomputed_moe(self, hidden_states: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """Run the stages in line, those of the MoE layer as one recomputed part: [s, b, h] -> [s, b, h]."""
@@ -191,13 +195,26 @@ class TransformerLayer(MegatronModule):
         is_active = recomputes(self.config, "layernorm") and not isinstance(norm, IdentityOp)
         return recomputed_on_use(normed, functools.partial(norm, source.detach()), is_active)
 
+    @property
+    def _drops(self) -> bool:
+        return self.training and self.hidden_dropout > 0.0
+
     def _add(
         self, bda: Any, output_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor
     ) -> torch.Tensor:
         """End a residual branch: output [s, b, h], bias [h], residual [s, b, h] -> [s, b, h]."""
-        draws = self.training and self.hidden_dropout > 0.0
-        with random_region(draws and self.config.sequence_parallel):
+        with random_region(self._drops and self.config.sequence_parallel):
             return bda(self.training, True)(output_with_bias, residual, self.hidden_dropout)
+
+
+def _joins(norm: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> TypeGuard[WrappedTorchNorm]:
+    """True if a kernel of `norm` also carries the residual stream on: x, residual [s, b, h]."""
+    return isinstance(norm, WrappedTorchNorm) and norm.joins_stream(x, residual)
+
+
+def _norm_beside_stream(norm: torch.nn.Module, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of the residual stream [s, b, h], and the stream as it goes on beside it."""
+    return norm.with_stream(stream) if _joins(norm, stream) else (norm(stream), stream)
 
 
 def _build_mlp(spec: Any, config: TransformerConfig, layer_number: int, groups: ProcessGroupCollection) -> Any:

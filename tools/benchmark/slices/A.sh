@@ -15,5 +15,5 @@ exec "${PYTHON:-python3}" -m torch.distributed.run --standalone --local-addr 127
   --moe-grouped-gemm --moe-router-fusion --moe-permute-fusion --moe-token-dispatcher-type alltoall \
   --expert-model-parallel-size "$GPUS" --micro-batch-size 4 --global-batch-size 32 --train-iters 24 \
   --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 \
-  --use-distributed-optimizer --cuda-graph-warmup-steps 2 --tokenizer-type NullTokenizer --vocab-size 38015 --mock-data --num-workers 2 \
-  --eval-iters 0 --log-interval 1 --log-throughput "$@"
+  --use-distributed-optimizer --cuda-graph-warmup-steps 2 --tokenizer-type NullTokenizer --vocab-size 38015 \
+  --mock-data --num-workers 2 --eval-iters 0 --log-interval 1 --log-throughput "$@"

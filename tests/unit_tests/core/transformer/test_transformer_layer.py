@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from megatron.core.fusions import fused_rms_norm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel.overlap.protocol import LayerCall
 from megatron.core.tensor_parallel import random as rng
 from megatron.core.transformer import TransformerLayer
+from tests.common.mutants import replaced
 from tests.common.small_models import SWIGLU, normal, small_config
 
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2, **SWIGLU}
@@ -95,3 +97,42 @@ def test_hidden_dropout_acts_in_training_only():
     layer.eval()
     assert torch.equal(layer(X)[0], layer(X)[0])
     rng.reset()
+
+
+def layer_job(fields, is_fused):
+    """Output and gradients of a layer, and how many sums its norms took over."""
+    sums = []
+    forward = fused_rms_norm.norm_forward
+
+    def counted(x, residual, *rest):
+        sums.append(residual is not None)
+        return forward(x, residual, *rest)
+
+    with (
+        replaced(fused_rms_norm, "uses_kernels", lambda _: is_fused),
+        replaced(fused_rms_norm, "norm_forward", counted),
+    ):
+        layer = build(params_dtype=torch.float32, normalization="RMSNorm", **fields)
+        x = X.float().requires_grad_()
+        output, _ = layer(x)
+        (output * normal(*X.shape, seed=8).float()).sum().backward()
+    return [output.detach(), x.grad, *(param.grad for param in layer.parameters())], sums
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (
+            {**MOE, "recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+            [False, True, False, False],
+        ),
+        ({**SWIGLU, "layernorm_zero_centered_gamma": True}, [False, True]),
+        ({"add_bias_linear": True}, [False, False]),
+    ],
+    ids=["experts", "dense", "bias"],
+)
+def test_norm_kernels_carry_the_residual_stream(interpreted, fields, expected):
+    (fused, sums), (plain, _) = interpreted(layer_job, fields, True), interpreted(layer_job, fields, False)
+    assert sums == expected
+    for one, other in zip(fused, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)

@@ -1,0 +1,48 @@
+"""The kernels of the RMS norm on a GPU: against fp64, twice the same bits, and timed beside a copy."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit_tests.core.fusions.test_fused_rms_norm import CASES, check, make_case, norm_job
+from tools.benchmark import memory_bound
+from tools.benchmark.result import ROOT
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+FOLDER = Path(os.environ.get("OUT", ROOT / "docs" / "evidence" / "benchmarks"))
+SHARE_OF_COPY = 0.7
+LARGE = {
+    "slice_a": ((4099, 2048), {"dtype": torch.bfloat16}),
+    "slice_b": ((513, 7168), {"dtype": torch.bfloat16}),
+    "many_heads": ((9001, 128), {"dtype": torch.bfloat16, "has_residual": False, "has_sum": False}),
+}
+
+
+def on_gpu(case):
+    x, residual, weight, rule, grads = case
+    moved = [None if leaf is None else leaf.cuda() for leaf in (x, residual, weight, *grads)]
+    return *moved[:3], rule, moved[3:]
+
+
+@pytest.mark.parametrize("name", [*CASES, *LARGE])
+def test_kernels_are_the_formula_and_repeat(name):
+    shape, fields = (CASES | LARGE)[name]
+    case = make_case(shape, **fields)
+    first, second = norm_job(*on_gpu(case)), norm_job(*on_gpu(case))
+    check(first, case)
+    for one, other in zip([*first[0], *first[1]], [*second[0], *second[1]], strict=True):
+        assert one is None or torch.equal(one, other)
+
+
+def test_bandwidth_is_near_that_of_a_copy():
+    assert memory_bound.main(["--rows", "norm", "--sweep", "--folder", str(FOLDER)]) == 0
+    rows = json.loads((FOLDER / "fused-norm.json").read_text(encoding="utf-8"))["results"]["rows"]
+    best = {row["name"]: max(r["share_of_copy"] for r in rows if r["name"] == row["name"]) for row in rows}
+    assert best["norm forward"] >= SHARE_OF_COPY, best
+    assert best["norm backward"] >= SHARE_OF_COPY, best
