@@ -5,13 +5,14 @@
     python tools/benchmark/elementwise.py --sweep                 the same under other tilings, the fastest first
 
 Bytes are what a kernel must read and write. The copy reads half as many and writes half as many; kernel, copy and the
-plain form in torch are timed in turn, as replays of CUDA graphs. Writes elementwise.json (elementwise-sweep.json) into
-docs/evidence/benchmarks or --folder.
+plain form in torch are timed in turn, as replays of CUDA graphs. A plain backward is captured with its forward before
+it, whose time is taken off. Writes elementwise.json (elementwise-sweep.json) into docs/evidence/benchmarks or --folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -38,6 +39,8 @@ Call = Callable[[], Any]
 Case = Callable[[], Iterator[tuple[str, int, Call, Call]]]
 """Yields name of a kernel, bytes that it must move, the kernel, the plain form; operands live as long as the case."""
 
+BACKWARD = "backward"
+
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     """Random bf16 numbers [shape] on the GPU."""
@@ -45,26 +48,35 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
 
 
+def with_backward(plain: Call, leaves: list[torch.Tensor], grads: list[torch.Tensor]) -> Call:
+    """The plain form with gradients of leaves [...] for those of its results [...], on one stream."""
+
+    def both() -> Any:
+        with torch.enable_grad():
+            return torch.autograd.grad(plain(), leaves, grads)
+
+    return both
+
+
 def swiglu_case(num_rows: int, width: int) -> Iterator[tuple[str, int, Call, Call]]:
     """Weighted SwiGLU of the experts, x [R, 2f] with fp32 probabilities [R]."""
     x, grad = normal(num_rows, 2 * width).requires_grad_(), normal(num_rows, width, seed=1)
     probs = torch.rand(num_rows, device="cuda").requires_grad_()
-    plain = weighted_activation(x, probs, F.silu, True, fuses=False)
 
-    def plain_backward() -> Any:
-        return torch.autograd.grad(plain, (x, probs), grad, retain_graph=True)
+    def plain() -> torch.Tensor:
+        return weighted_activation(x, probs, F.silu, True, fuses=False)
 
     yield (
         "forward",
         x.nbytes + grad.nbytes + probs.nbytes,
         lambda: kernel_swiglu(x, None, probs),
-        lambda: weighted_activation(x, probs, F.silu, True, fuses=False),
+        plain,
     )
     yield (
-        "backward",
+        BACKWARD,
         2 * x.nbytes + grad.nbytes + 2 * probs.nbytes,
         lambda: kernel_swiglu_backward(grad, x, None, probs),
-        plain_backward,
+        with_backward(plain, [x, probs], [grad]),
     )
 
 
@@ -78,15 +90,14 @@ def rotary_case(shape: tuple[int, int, int, int, int]) -> Iterator[tuple[str, in
     """Rotary embedding of the queries inside a QKV product [s, b, g, r + 2, c]."""
     mixed, tables = normal(*shape), angles(shape[0], shape[-1])
     query = mixed[:, :, :, :-2].flatten(2, 3).requires_grad_()
-    plain, grad = apply_rotary(query, tables, fuses=False), normal(*query.shape, seed=1)
-    moved = 2 * query.nbytes + 2 * tables.cos.nbytes
-    yield "forward", moved, lambda: kernel_rotary(query, tables), lambda: apply_rotary(query, tables, fuses=False)
-    yield (
-        "backward",
-        moved,
-        lambda: kernel_rotary(grad, tables, backward=True),
-        lambda: torch.autograd.grad(plain, query, grad, retain_graph=True),
-    )
+    grad, moved = normal(*query.shape, seed=1), 2 * query.nbytes + 2 * tables.cos.nbytes
+
+    def plain() -> torch.Tensor:
+        return apply_rotary(query, tables, fuses=False)
+
+    yield "forward", moved, lambda: kernel_rotary(query, tables), plain
+    turn_back = functools.partial(kernel_rotary, grad, tables, backward=True)
+    yield BACKWARD, moved, turn_back, with_backward(plain, [query], [grad])
 
 
 def plain_heads(mixed: torch.Tensor, norms: HeadNorms, tables: RotaryTables) -> list[torch.Tensor]:
@@ -102,20 +113,16 @@ def heads_case(shape: tuple[int, int, int, int, int]) -> Iterator[tuple[str, int
     mixed, tables = normal(*shape).requires_grad_(), angles(shape[0], shape[-1])
     weights = [normal(shape[-1], seed=seed).requires_grad_() for seed in (1, 2)]
     norms = HeadNorms(*weights, 1e-6, False)
-    plain = plain_heads(mixed, norms, tables)
-    grads = tuple(normal(*head.shape, seed=3) for head in plain)
-    normed = plain[0].nbytes + plain[1].nbytes
+    plain = functools.partial(plain_heads, mixed, norms, tables)
+    grads = tuple(normal(*head.shape, seed=3) for head in plain())
+    normed = grads[0].nbytes + grads[1].nbytes
+    moved = 2 * normed + 2 * tables.cos.nbytes
+    yield "forward", moved, lambda: kernel_heads(mixed, norms, tables, False), plain
     yield (
-        "forward",
-        2 * normed + 2 * tables.cos.nbytes,
-        lambda: kernel_heads(mixed, norms, tables, False),
-        lambda: plain_heads(mixed, norms, tables),
-    )
-    yield (
-        "backward",
+        BACKWARD,
         normed + 2 * mixed.nbytes + 2 * tables.cos.nbytes,
         lambda: kernel_heads_backward(grads, mixed, norms, tables, False),
-        lambda: torch.autograd.grad(plain, [mixed, *weights], grads, retain_graph=True),
+        with_backward(plain, [mixed, *weights], list(grads)),
     )
 
 
@@ -135,7 +142,7 @@ SWEEPS: dict[str, tuple[ModuleType, dict[str, list[dict[str, int]]]]] = {
             way: [
                 {f"{way.upper()}_TILE": tile, f"{way.upper()}_WARPS": w} for tile in (1024, 2048, 4096) for w in (4, 8)
             ]
-            for way in ("forward", "backward")
+            for way in ("forward", BACKWARD)
         },
     ),
     "rotary A": (fused_rope, {"forward": [{"TILE": t, "WARPS": w} for t in (1024, 2048, 4096) for w in (4, 8)]}),
@@ -143,7 +150,7 @@ SWEEPS: dict[str, tuple[ModuleType, dict[str, list[dict[str, int]]]]] = {
         fused_qkv_heads,
         {
             "forward": [{"FORWARD_TILE": tile, "FORWARD_WARPS": w} for tile in (1024, 2048, 4096) for w in (2, 4, 8)],
-            "backward": [
+            BACKWARD: [
                 {"BACKWARD_TILE": tile, "BACKWARD_WARPS": w, "PROGRAMS": programs}
                 for tile, w in ((1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8))
                 for programs in (1056, 2048, 4096, 8192)
@@ -196,7 +203,7 @@ def measure(case: str) -> dict[str, Any]:
             "gb_per_s": moved / medians["kernel"] / 1000,
             "share_of_copy": medians["copy"] / medians["kernel"],
             "copy_us": medians["copy"],
-            "plain_us": medians["plain"],
+            "plain_us": medians["plain"] - (found["forward"]["plain_us"] if name == BACKWARD else 0.0),
             "times_us": times,
         }
     return found
