@@ -94,6 +94,16 @@ def allocator_config() -> str | None:
     return _text("PYTORCH_CUDA_ALLOC_CONF") or _text("PYTORCH_ALLOC_CONF")
 
 
+def has_no_memory_caching() -> bool:
+    """PYTORCH_NO_CUDA_MEMORY_CACHING: set to anything, torch asks the driver for every block of a GPU."""
+    return _text("PYTORCH_NO_CUDA_MEMORY_CACHING") is not None
+
+
+def nccl_blocking_wait() -> bool:
+    """TORCH_NCCL_BLOCKING_WAIT: 1 lets the host wait for every collective."""
+    return _text("TORCH_NCCL_BLOCKING_WAIT") == "1"
+
+
 def nccl_graph_register() -> str | None:
     """NCCL_GRAPH_REGISTER: 0 keeps NCCL from registering the buffers of captured collectives."""
     return _text("NCCL_GRAPH_REGISTER")

@@ -167,7 +167,7 @@ def judge(args: argparse.Namespace, drafts: list[ConfigTopic], given: GivenArgum
             subjects.add(item.subject)
             lines[_with_flags(item, given)] = None
     if args.cuda_graph_impl == "full_iteration":
-        lines.update(dict.fromkeys(allow_expandable_segments()))
+        lines.update(dict.fromkeys(capture_problems() + allow_expandable_segments()))
     lines.update(dict.fromkeys(_batch_problems(args, given) + _idle_query_groups(args, given)))
     if args.deterministic_mode:
         lines.update(dict.fromkeys(make_environment_deterministic()))
@@ -248,6 +248,22 @@ def make_environment_deterministic() -> list[str]:
     env.set_default("NCCL_ALGO", REPEATABLE_NCCL[0])
     env.set_default("CUBLAS_WORKSPACE_CONFIG", REPEATABLE_CUBLAS[0])
     env.set_default("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    return problems
+
+
+def capture_problems() -> list[str]:
+    """Problems of variables under which no step can be captured."""
+    captured = "with cuda_graph_impl='full_iteration'"
+    problems = []
+    if "backend:cudaMallocAsync" in (env.allocator_config() or ""):
+        reason = "the memory of graphs is kept in a pool of torch's own allocator; drop backend:cudaMallocAsync"
+        problems.append(f"PYTORCH_CUDA_ALLOC_CONF={env.allocator_config()!r} {captured}: {reason}")
+    if env.has_no_memory_caching():
+        reason = "the driver gives no memory during a capture; unset the variable"
+        problems.append(f"PYTORCH_NO_CUDA_MEMORY_CACHING is set {captured}: {reason}")
+    if env.nccl_blocking_wait():
+        reason = "the host would wait for collectives that only a replay runs; unset the variable"
+        problems.append(f"TORCH_NCCL_BLOCKING_WAIT=1 {captured}: {reason}")
     return problems
 
 

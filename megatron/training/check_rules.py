@@ -252,6 +252,14 @@ TRAINING_RULES: tuple[Rule, ...] = (
         "drop --cuda-graph-impl full_iteration, or run on a GPU",
     ),
     _refused(
+        "graph-check-streams",
+        "captured steps under the stream checker",
+        "cuda_graph_impl check_streams",
+        lambda args: _is_captured(args) and args.check_streams,
+        "a replay shows the checker no operation",
+        "check the same run with --cuda-graph-impl none",
+    ),
+    _refused(
         "graph-weight-decay",
         "captured steps under a weight decay that changes",
         "cuda_graph_impl weight_decay_incr_style",

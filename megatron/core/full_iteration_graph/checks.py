@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -106,6 +107,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
+        self._is_waiting = False
         self._own: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages made inside, by address; not kept alive, so that the step frees what it frees without a watch."""
 
@@ -134,8 +136,26 @@ class _Recorder(TorchDispatchMode):
         address = tensor.untyped_storage().data_ptr()
         own = self._own.get(address)
         is_made_inside = own is not None and own() is not None
-        is_known = is_made_inside or tensor.numel() == 0 or _is_in_collective()
+        is_known = is_made_inside or tensor.numel() == 0 or self._is_waiting or _is_in_collective()
         return None if is_known else tensor.data_ptr()
+
+    @contextmanager
+    def noting_waits(self) -> Iterator[None]:
+        """Know when a collective is waited for: its CPU form takes the result apart then, as within the collective."""
+        wait = dist.Work.wait
+
+        def noted(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            self._is_waiting = True
+            try:
+                return wait(work, *args, **kwargs)
+            finally:
+                self._is_waiting = False
+
+        dist.Work.wait = noted  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            dist.Work.wait = wait  # type: ignore[method-assign]
 
     def _refuse_data_dependence(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         packet = getattr(func, "overloadpacket", None)
@@ -172,7 +192,7 @@ class CheckedRecording:
         """Run the step; its result [n] lies at the same address each time."""
         assert self._call is not None, "a replay before the capture, or after destroy()"
         recorder = _Recorder()
-        with _host_reads_refused(), recorder:
+        with _host_reads_refused(), recorder.noting_waits(), recorder:
             outputs = self._call()
         if self._outputs is None:
             self._operations, self._outputs = recorder.operations, outputs.detach().clone()

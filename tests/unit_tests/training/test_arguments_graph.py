@@ -20,6 +20,9 @@ GPU_RUN = (
 )
 
 
+GRAPH = "--cuda-graph-impl full_iteration"
+
+
 @pytest.fixture(autouse=True)
 def _quiet():
     yield
@@ -58,6 +61,10 @@ REFUSED = {
     "--cuda-graph-impl full_iteration --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1": (
         "weight_decay_incr_style='linear': a captured step keeps the weight decay .*use --weight-decay-incr-style const"
     ),
+    "--cuda-graph-impl full_iteration --check-streams": "check_streams=True: a replay shows .* --cuda-graph-impl none",
+    "--cuda-graph-impl full_iteration --recompute-granularity selective": (
+        "recompute_granularity='selective', .*dropout=0.1: random numbers cannot be drawn a second time .*set --attent"
+    ),
     "--moe-rank-capacity-tiers 2": "moe_rank_capacity_tiers=.* tiers follow a first budget; set --moe-expert-rank-cap",
     "--moe-expert-rank-capacity-factor 1.5 --moe-rank-capacity-tiers 3 2": "each tier has more room; list rising",
     "--moe-expert-rank-capacity-factor 0": "a budget holds rows; set a factor above 0",
@@ -79,6 +86,21 @@ def test_mapped_memory_and_registered_buffers_exclude_each_other(monkeypatch):
     assert problems("--cuda-graph-impl full_iteration") == ""
     assert env.nccl_graph_register() == "0"
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")  # what the check has set is taken back with the fixture
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync", "kept in a pool .*; drop backend:cudaMallocAsync"),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "the driver gives no memory during a capture; unset the variable"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1", "the host would wait for collectives .*; unset the variable"),
+    ],
+)
+def test_variable_that_breaks_a_capture_is_refused_by_its_name(monkeypatch, name, value, text):
+    assert problems(GRAPH) == ""
+    monkeypatch.setenv(name, value)
+    assert re.search(f"{name}.* with cuda_graph_impl='full_iteration': .*{text}", problems(GRAPH))
+    assert name not in problems("")
 
 
 def blockers(**fields):

@@ -6,8 +6,10 @@ Expert parallel with and without overlap, and pipeline stages: what they exchang
 import pytest
 
 from megatron.core import graph_state
+from megatron.core.full_iteration_graph import FullIterationGraph
 from megatron.core.full_iteration_graph.checks import CheckedRecording
-from megatron.training import training
+from megatron.core.utils.collectives import warm_up
+from megatron.training import guarded_steps, training
 from megatron.training.callbacks.base import Callback
 from megatron.training.guarded_steps import GuardedSteps, build_guarded_steps
 from megatron.training.state_hash import state_hash
@@ -92,6 +94,64 @@ def test_expert_ranks_replay_every_form(pool, common, captured_only, overlap):
 def test_stages_replay_every_form(pool, stages, captured_only):
     counters = compare(pool, stages, captured_only)
     assert (counters["re-runs"] > 0) == bool(captured_only)
+
+
+LAYOUTS = {
+    "data parallel": "--expert-model-parallel-size 1 --overlap-grad-reduce --overlap-param-gather",
+    "tensor parallel": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 1 "
+    "--expert-tensor-parallel-size 1",
+    "context parallel": "--context-parallel-size 2",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_layouts_replay_what_they_do_eagerly(pool, layout):
+    compare(pool, LAYOUTS[layout], BUDGET)
+
+
+class UsedGroups:
+    """Every group of the run was used once before its first capture: NCCL could not make a communicator inside."""
+
+    def __init__(self):
+        self.warmed = []
+
+    def __call__(self, groups, device):
+        groups = list(groups)
+        warm_up(groups, device)
+        self.warmed += groups
+
+
+def warmed_job(flags):
+    """Body of a rank: groups that were warmed, all groups of the run, and captures before the first warming."""
+    used, before = UsedGroups(), []
+
+    def capture(graph):
+        before.append(len(used.warmed))
+        plain_capture(graph)
+
+    plain_capture, known = FullIterationGraph.capture, []
+
+    class Known(Callback):
+        def on_train_start(self, run):
+            known.extend(run.pg_collection.all_groups())
+
+    def build(run):
+        return GuardedSteps(run, CheckedRecording)
+
+    with (
+        replaced(training, "build_guarded_steps", build),
+        replaced(guarded_steps, "warm_up", used),
+        replaced(FullIterationGraph, "capture", capture),
+    ):
+        train([*TINY_MOE, *STEPS.split(), *flags.split()], [Known()])
+    return before, len(set(used.warmed)), len(set(known))
+
+
+def test_every_group_is_used_before_the_first_capture(pool):
+    for before, num_warmed, num_known in pool.run(warmed_job, BUDGET):
+        assert before == [num_known]
+        assert num_warmed == num_known > 1
 
 
 @pytest.mark.full

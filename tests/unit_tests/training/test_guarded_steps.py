@@ -1,6 +1,7 @@
 """Steps that the host reads once: the run that they replace, through the stand-in for a capture, overflows, NaN."""
 
 import argparse
+import gc
 import logging
 
 import pytest
@@ -160,6 +161,42 @@ def test_step_that_is_not_finite_stops_the_run_and_changes_nothing(start, text):
     *_, before, after = weights.found
     assert len(weights.found) == 4
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+class Poisoned(Weights):
+    """A weight becomes NaN before the fifth step, which is a replay."""
+
+    def on_step_start(self, run):
+        if run.state.iteration == 4:
+            with torch.no_grad():
+                next(run.model[0].parameters()).fill_(float("nan"))
+        super().on_step_start(run)
+
+
+def test_replay_that_is_not_finite_stops_the_run_and_changes_nothing(start):
+    weights = Poisoned()
+    with pytest.raises(RuntimeError, match=r"iteration 5: lm loss=nan"):
+        start("--global-batch-size 2 --train-iters 8 --eval-iters 0 ", is_captured=True, callbacks=[weights])
+    *_, before, after = weights.found
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
+
+
+class LivingTensors(Callback):
+    """How many tensors live after each step."""
+
+    def __init__(self):
+        self.counts = []
+
+    def on_step_end(self, run, result):
+        gc.collect()
+        self.counts.append(sum(isinstance(item, torch.Tensor) for item in gc.get_objects()))
+
+
+def test_replays_that_overflow_leave_no_tensor_behind(start):
+    living = LivingTensors()
+    budgets = "--moe-expert-rank-capacity-factor 0.5 --moe-rank-capacity-tiers 0.7 "
+    start(budgets + "--global-batch-size 1 --train-iters 9 --eval-iters 0 ", is_captured=True, callbacks=[living])
+    assert living.counts[5] == living.counts[8]
 
 
 def test_change_of_the_work_is_found_by_the_stand_in(start):
