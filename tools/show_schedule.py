@@ -46,7 +46,13 @@ REPLACED_BY = {
     "--mock-data": ("--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path"),
     "--train-iters": ("--train-samples",),
 }
-PAIR_GAP = 0.04
+PAIR_GAP, STRIP = 0.04, 0.3
+COLORS = {
+    ActionKind.FORWARD: ("forward", (0.30, 0.50, 0.85)),
+    ActionKind.RECOMPUTE: ("forward again", (0.55, 0.40, 0.75)),
+    ActionKind.BACKWARD: ("backward", (0.25, 0.65, 0.40)),
+    ActionKind.WGRAD: ("weight gradients after the message", (0.90, 0.60, 0.15)),
+}
 
 
 def read_flags(words: Sequence[str]) -> argparse.Namespace:
@@ -96,7 +102,7 @@ def report(name: str, shape: PlanShape, layers: Sequence[range]) -> str:
 
 
 def draw(name: str, shape: PlanShape, path: Path) -> None:
-    """Draw one row for each rank, forwards blue and backwards green, later chunks darker, and save the picture."""
+    """Draw one row for each rank, a color for each kind of work, later chunks darker, and save the picture."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -104,7 +110,9 @@ def draw(name: str, shape: PlanShape, path: Path) -> None:
 
     spans = make_timeline(build_plans(name, replace(shape, pp_rank=0)), shape)
     end = max(span.end for rank in spans for span in rank)
-    figure, axes = pyplot.subplots(figsize=(min(max(8.0, 0.28 * end), 40.0), 0.6 * shape.pp_size + 1.4))
+    figure, axes = pyplot.subplots(
+        layout="constrained", figsize=(min(max(8.0, 0.28 * end), 40.0), 0.6 * shape.pp_size + 1.8)
+    )
     for rank, timed in enumerate(spans):
         for span in timed:
             _draw_span(axes, rank, span, shape)
@@ -113,32 +121,44 @@ def draw(name: str, shape: PlanShape, path: Path) -> None:
     axes.set_yticks(range(shape.pp_size), [f"rank {rank}" for rank in range(shape.pp_size)])
     axes.set_xlabel("time in forwards of one chunk")
     axes.set_title(f"{name}: {shape.num_microbatches} microbatches, bubble {bubble(spans):.1%}")
-    figure.tight_layout()
+    kinds = {part.kind for rank in spans for span in rank for part in span.action.parts}
+    _draw_legend(figure, [kind for kind in COLORS if kind in kinds], shape)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
+def _draw_legend(figure: Any, kinds: Sequence[ActionKind], shape: PlanShape) -> None:
+    """Say what the colors mean, in one line under the picture; of many chunks the first and the last."""
+    from matplotlib.patches import Patch
+
+    patches = []
+    for kind in kinds:
+        for chunk in sorted({0, shape.num_chunks - 1} if shape.num_chunks > 2 else range(shape.num_chunks)):
+            label = f"{COLORS[kind][0]}, chunk {chunk}" if shape.num_chunks > 1 else COLORS[kind][0]
+            patches.append(Patch(color=_color(Action(kind, chunk, 0), shape), label=label))
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=8)
+
+
 def _draw_span(axes: Any, rank: int, span: Span, shape: PlanShape) -> None:
-    """A box with the microbatch in it; a pair is two boxes, one above the other."""
-    height = 0.9 / len(span.action.parts)
-    for row, part in enumerate(span.action.parts):
-        bottom = rank - 0.45 + row * height
-        color = _color(part, shape)
-        axes.broken_barh(
-            [(span.start, span.end - span.start - PAIR_GAP)], (bottom, height - PAIR_GAP), facecolors=color
-        )
-        middle = (span.start + span.end) / 2
-        axes.text(middle, bottom + height / 2, part.microbatch, ha="center", va="center", fontsize=7, color="white")
+    """A box with the microbatch in it; a pair is two boxes, one above the other.
+
+    What takes no time of its own, weight gradients after a backward, is a strip at the end of that backward.
+    """
+    parts, width = span.action.parts, span.end - span.start
+    height = 0.9 / max(len(parts), 1 if width else 2)
+    for row, part in enumerate(parts):
+        bottom = rank - 0.45 + row * height if width else rank
+        start, shown = (span.start, width - PAIR_GAP) if width else (span.start - STRIP - PAIR_GAP, STRIP)
+        axes.broken_barh([(start, shown)], (bottom, height - PAIR_GAP), facecolors=_color(part, shape))
+        if width:
+            middle = (start + span.end) / 2
+            axes.text(middle, bottom + height / 2, part.microbatch, ha="center", va="center", fontsize=7, color="white")
 
 
 def _color(part: Action, shape: PlanShape) -> tuple[float, float, float]:
-    base = {
-        ActionKind.FORWARD: (0.30, 0.50, 0.85),
-        ActionKind.BACKWARD: (0.25, 0.65, 0.40),
-        ActionKind.WGRAD: (0.85, 0.55, 0.20),
-    }.get(part.kind, (0.5, 0.5, 0.5))
+    red, green, blue = COLORS[part.kind][1]
     shade = 1.0 - 0.5 * part.chunk / max(shape.num_chunks - 1, 1)
-    return base[0] * shade, base[1] * shade, base[2] * shade
+    return red * shade, green * shade, blue * shade
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -131,6 +131,7 @@ PARTS = (
     Part("symm-mem-2", (SYMM_MEM_GPUS,), 120, num_gpus=2),
     Part("dispatch-2", (f"{DISPATCH}::test_operations_are_timed_between_two_gpus",), 120, num_gpus=2),
     Part("pp2", (f"{PIPELINE}::test_peak_memory_is_that_of_the_formula",), 120, num_gpus=2),
+    Part("pp-shared", (f"{PIPELINE}::test_peak_memory_of_stages_on_one_gpu_is_that_of_the_formula",), 150),
     Part("pp2-curve", (f"{PIPELINE}::test_pipeline_curve_is_that_of_one_gpu",), 120, num_gpus=2),
     Part("graph", (GRAPH, "-k", "repeatable or hundred and 0.1"), 120),
     Part("graph-faults", (GRAPH_FAULTS,), 120),

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Memory of a pipeline against its formula, and the cost of the executor.
 
-    python tools/benchmark/pipeline.py                              the executor alone: microseconds per action
+    python tools/benchmark/pipeline.py [--out FILE]                 the executor alone: microseconds per action
     torchrun --nproc-per-node 2 tools/benchmark/pipeline.py [--vpp 2]   a GPT of a billion parameters in as many stages
+    torchrun --nproc-per-node 2 tools/benchmark/pipeline.py --size tiny     a small one, also on CPUs
 
 With a model, rank r holds at most n microbatches (or chunks of one), n the peak that the schedule declares. From a step
 with as few microbatches as possible come A, what one forward leaves behind, and T, what a step needs beyond that:
@@ -179,8 +180,8 @@ class Bench:
         barrier(self.groups.pp)
 
 
-def executor_alone(num_microbatches: int = 2000) -> float:
-    """Microseconds per action, without model and messages."""
+def executor_alone(num_microbatches: int = 2000) -> dict[str, Any]:
+    """Microseconds per action, without model and messages: the least and all."""
     context = StepContext(
         forward_step_func=lambda iterator, model: (torch.empty(0), None),
         data_iterators=[None],
@@ -196,7 +197,7 @@ def executor_alone(num_microbatches: int = 2000) -> float:
         start = time.perf_counter()
         execute(plan, context, IdleWorker(context))
         times.append((time.perf_counter() - start) / len(plan) * 1e6)
-    return min(times)
+    return {"executor_us_per_action": min(times), "times_us": times, "actions": len(plan)}
 
 
 def with_model(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -237,16 +238,16 @@ def with_model(args: argparse.Namespace) -> list[dict[str, Any]]:
     return every_rank
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1b", help="model (default: %(default)s)")
     parser.add_argument("--vpp", type=int, help="chunks on each rank")
     parser.add_argument("--num-microbatches", type=int, default=8)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if env.world_size() is None:
-        figures: Any = {"executor_us_per_action": executor_alone()}
+        figures: Any = executor_alone()
     else:
         figures = with_model(args)
     if env.rank() == 0:

@@ -2,6 +2,9 @@
 
 import pytest
 
+from megatron.core.pipeline_parallel.actions import PlanShape
+from megatron.core.pipeline_parallel.plans import build_plans
+from megatron.core.pipeline_parallel.timeline import make_timeline
 from tools import show_schedule
 
 SMALL = "--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 3"
@@ -56,3 +59,32 @@ def test_picture_without_a_folder_is_refused(capsys, tmp_path):
     status, _, message = run(capsys, f"{SMALL} --png {tmp_path}/none/schedule.png")
     assert status == 2
     assert "name a file in a folder that exists" in message
+
+
+class Canvas:
+    """Takes boxes and texts in place of a picture."""
+
+    def __init__(self):
+        self.boxes, self.texts = [], []
+
+    def broken_barh(self, spans, rows, **_):
+        self.boxes += [(*span, *rows) for span in spans]
+
+    def text(self, x, y, text, **_):
+        self.texts.append((x, y, text))
+
+
+def test_every_box_has_a_size_and_deferred_weight_gradients_hide_no_number():
+    shape = PlanShape(4, num_chunks=2, pp_size=2, delays_wgrad=True)
+    spans = make_timeline(build_plans("interleaved_overlap", shape), shape)
+    strips, texts = Canvas(), Canvas()
+    for rank, timed in enumerate(spans):
+        for span in timed:
+            canvas = strips if span.end == span.start else texts
+            show_schedule._draw_span(canvas, rank, span, shape)
+    assert len(strips.boxes) == 2 * 2 * 4
+    assert strips.texts == []
+    assert all(width > 0 and height > 0 for _, width, _, height in strips.boxes + texts.boxes)
+    for x, y, text in texts.texts:
+        covering = [b for b in strips.boxes if b[0] < x < b[0] + b[1] and b[2] < y < b[2] + b[3]]
+        assert covering == [], text
