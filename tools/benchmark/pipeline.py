@@ -254,7 +254,8 @@ def main(argv: list[str] | None = None) -> None:
         for line in figures if isinstance(figures, list) else [figures]:
             sys.stdout.write(f"{line}\n")
         if args.out is not None:
-            write_result(args.out, {"figures": figures, "size": args.size, "vpp": args.vpp})
+            model = {} if env.world_size() is None else {"size": args.size, "vpp": args.vpp}
+            write_result(args.out, {"figures": figures, **model})
 
 
 if __name__ == "__main__":
