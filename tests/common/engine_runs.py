@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.module_api.global_names import named_global_parameters
-from tests.common import fake_te, layouts, resharding
+from tests.common import fake_te, layouts, resharding, stream_runs
+from tests.common.mutants import replaced
 
 _FUSED = (
     (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
@@ -66,3 +67,11 @@ def passage_job(job: Callable[..., Any], *arguments: Any) -> Any:
     for passage in found.values() if isinstance(found, dict) else [found]:
         passage.state = {local_name(name): value for name, value in passage.state.items()}
     return found
+
+
+def checked_job(flags: list[str]) -> str:
+    """A training run of `pretrain_gpt.py` on the stand-in under the stream checker; the report, or nothing."""
+    import pretrain_gpt
+
+    with engine() as spec, replaced(pretrain_gpt, "get_gpt_decoder_block_spec", lambda config, _: spec(config)):
+        return stream_runs.report_of(flags)

@@ -33,6 +33,9 @@ from megatron.core.utils.device import resolve_device
 NUM_FP8_ROWS = 16
 """FP8 products take rows in multiples of this."""
 
+NUM_FP8_COLUMNS = 16
+"""And widths in multiples of this."""
+
 
 class EngineLayer(MegatronModule):
     """A layer whose products are an engine of Transformer Engine; see the file's text.
@@ -81,11 +84,21 @@ class EngineLayer(MegatronModule):
         return arguments
 
     def adopt(self, engine: Any, attrs: Mapping[str, ParamAttrs], allreduce: bool | None = None) -> None:
-        """Take over the parameters of `engine`, uninitialised, with attributes by name; keep it as the engine."""
+        """Take over the parameters of `engine`, uninitialised, with attributes by name; keep it as the engine.
+
+        Raises: ConfigError for widths that its FP8 products cannot take.
+        """
         for name, param in engine.named_parameters(recurse=False):
             param.skip_backward_post_hook = False  # the queue reports what it holds, see `deferred_wgrad`
             self.register_parameter(name, set_param_attrs(param, attrs[name], allreduce))
         object.__setattr__(self, "_engine", engine)  # no child of this module
+        for matrix in self.matrices if self.fp8 is not None else ():
+            if any(size % NUM_FP8_COLUMNS for size in matrix.shape):
+                raise ConfigError(
+                    f"fp8={self.config.fp8!r} with a matrix of {tuple(matrix.shape)} in {type(self).__name__}: "
+                    f"Transformer Engine's products need multiples of {NUM_FP8_COLUMNS}; choose --hidden-size, "
+                    "--kv-channels and the widths of MLP and experts so, or use --transformer-impl local."
+                )
 
     def train(self, mode: bool = True) -> "EngineLayer":
         """Switch the engine as well."""
@@ -112,7 +125,7 @@ class EngineLayer(MegatronModule):
     def run_padded(self, rows: torch.Tensor) -> torch.Tensor:
         """`run_engine` for any number of rows [..., i] -> [..., o]: zeros are added if the products need more.
 
-        Raises: ConfigError if zeros would end up between the rows of other ranks, or a width does not fit.
+        Raises: ConfigError if zeros would end up between the rows of other ranks.
         """
         num_rows = math.prod(rows.shape[:-1])
         missing = -num_rows % NUM_FP8_ROWS if self.fp8 is not None else 0

@@ -42,7 +42,7 @@ def keys_of(model):
 @pytest.mark.parametrize("fields", [{}, FP8 | {"fp8_recipe": "delayed"}, {"normalization": "RMSNorm"}], ids=str)
 @pytest.mark.parametrize("make", [small_config, moe_config])
 def test_checkpoint_has_the_keys_of_the_local_implementation(make, fields):
-    config = make(num_layers=2, moe_grouped_gemm=True, **fields)
+    config = make(num_layers=2, moe_grouped_gemm=True, ffn_hidden_size=32, **fields)
     with engine() as spec:
         model = build(config, spec)
     local = build(config, get_gpt_decoder_block_spec)

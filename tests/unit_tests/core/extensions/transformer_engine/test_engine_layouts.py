@@ -5,11 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from tests.common.engine_runs import engine_on_ranks
+from tests.common.engine_runs import checked_job, engine_on_ranks
 from tests.common.layouts import Layout, run_step
 from tests.common.reference import make_weights
 from tests.common.reference_model import GptShape
+from tests.unit_tests.core.stream_check.cases import DELAYED, FP8
 from tests.unit_tests.layouts.cases import EP2, SEQ_LENGTH, check_against_reference, make_batch, make_case
+from tests.unit_tests.layouts.test_checkpoint_matrix import WIDE
 
 SHAPE = GptShape(16, SEQ_LENGTH)
 FIELDS = {"num_query_groups": 2, "moe_shared_expert_intermediate_size": 4, "moe_shared_expert_gate": True}
@@ -60,13 +62,27 @@ def test_fp32_differs_from_local_by_rounding_alone(pool, monkeypatch):
         torch.testing.assert_close((got.grads | got.params)[name], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_delaying_weight_gradients_changes_no_bit(pool, monkeypatch):
+@pytest.mark.parametrize("fp8", [{}, {"fp8_recipe": "delayed"}, {"fp8_recipe": "blockwise"}], ids=str)
+def test_hiding_the_exchange_and_delaying_weight_gradients_change_no_bit(pool, monkeypatch, fp8):
     engine_on_ranks(monkeypatch)
-    case = make_case(SHAPE, **FIELDS)
-    weights = make_weights(case.config(Layout()), case.shape, seed=3)
-    plain, delayed = (
-        run_step(pool, case, dataclasses.replace(OVERLAPPED, delays_wgrad=delays), make_batch(), weights, steps=2)
-        for delays in (False, True)
+    case = make_case(
+        SHAPE,
+        **FIELDS | WIDE | {"moe_shared_expert_intermediate_size": 16},
+        **({"fp8": "hybrid", **fp8} if fp8 else {}),
     )
-    assert [name for name, grad in plain.grads.items() if not torch.equal(grad, delayed.grads[name])] == []
-    assert [name for name, param in plain.params.items() if not torch.equal(param, delayed.params[name])] == []
+    layout = dataclasses.replace(OVERLAPPED, dtype=torch.bfloat16)
+    weights = make_weights(case.config(layout), case.shape, seed=3)
+    variants = {"overlap": False, "delays_wgrad": False}, {"delays_wgrad": False}, {}
+    plain, *others = (
+        run_step(pool, case, dataclasses.replace(layout, **variant), make_batch(), weights, steps=2)
+        for variant in variants
+    )
+    for other in others:
+        assert [name for name, grad in plain.grads.items() if not torch.equal(grad, other.grads[name])] == []
+        assert [name for name, param in plain.params.items() if not torch.equal(param, other.params[name])] == []
+
+
+@pytest.mark.parametrize("fp8", [(), FP8])
+def test_streams_and_lifetimes_are_silent(pool, fp8):
+    widths = ("--moe-ffn-hidden-size", "16", "--seq-length", "16", "--max-position-embeddings", "16")
+    assert pool.run(checked_job, [*DELAYED, *widths, *fp8], world_size=2)[0] == ""
