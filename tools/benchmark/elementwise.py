@@ -151,9 +151,16 @@ SWEEPS: dict[str, tuple[ModuleType, dict[str, list[dict[str, int]]]]] = {
         {
             "forward": [{"FORWARD_TILE": tile, "FORWARD_WARPS": w} for tile in (1024, 2048, 4096) for w in (2, 4, 8)],
             BACKWARD: [
-                {"BACKWARD_TILE": tile, "BACKWARD_WARPS": w, "PROGRAMS": programs}
-                for tile, w in ((1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8))
-                for programs in (1056, 2048, 4096, 8192)
+                {"BACKWARD_TILE": tile, "BACKWARD_WARPS": w, "STAGES": stages, "PROGRAMS": programs}
+                for tile, w, stages in (
+                    (1024, 2, 1),
+                    (1024, 4, 1),
+                    (2048, 4, 1),
+                    (2048, 8, 1),
+                    (1024, 4, 2),
+                    (2048, 8, 2),
+                )
+                for programs in (1056, 2048, 4096)
             ],
         },
     ),

@@ -43,8 +43,9 @@ FORWARD_TILE, BACKWARD_TILE = 2048, 2048
 
 FORWARD_WARPS, BACKWARD_WARPS = 4, 4
 
-PROGRAMS = 4096
-"""Programs of the backward kernel at most, each with sums of its own of the weights' gradients."""
+PROGRAMS, STAGES = 4096, 1
+"""Programs of the backward kernel at most, each with sums of its own of the weights' gradients, and the tiles of which
+a program loads one before it is done with the other."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ def kernel_heads_backward(
             *launch.numbers,
             -(-launch.num_tiles // num_programs),
             **launch.constants,
+            stages=STAGES,
             num_warps=BACKWARD_WARPS,
         )
     if norms is None or sums is None:
@@ -355,6 +357,7 @@ def _heads_backward_kernel(
     zero_centered: tl.constexpr,
     interleaved: tl.constexpr,
     interpreted: tl.constexpr,
+    stages: tl.constexpr,
 ):
     """`num_tiles` tiles of d mixed [s, b, g, r + 2, c], one after the other; sums [programs, 2, c] of d w."""
     num_channels = 2 * num_pairs + num_rest
@@ -366,7 +369,7 @@ def _heads_backward_kernel(
         if rest > 0:
             query_passed = tl.zeros([heads, rest], dtype=tl.float32)
             key_passed = query_passed
-    for tile in range(num_tiles):
+    for tile in tl.range(0, num_tiles, num_stages=stages):
         head = (tl.program_id(0) * num_tiles + tile) * heads + tl.arange(0, heads)
         slot, group = head % slots, head // slots
         token = group // groups

@@ -190,7 +190,7 @@ def test_attention_with_kernels_is_the_plain_one(interpreted, norm, fields, kind
 @pytest.mark.parametrize("kernel", [_heads_kernel, _heads_backward_kernel], ids=["forward", "backward"])
 def test_kernels_compile_for_hopper_and_move_16_bytes_at_a_time(kernel, interleaved, has_norm):
     constants = {"groups": 4, "slots": 10, "heads": 16, "pairs": 64, "rest": 0, "zero_centered": False}
-    constants |= {"interleaved": interleaved, "interpreted": False}
+    constants |= {"interleaved": interleaved, "interpreted": False, "stages": 1}
     constants |= {} if has_norm else dict.fromkeys(("query_weight", "key_weight", "sums"))
     ptx = compiled_for_hopper(kernel, constants, {"sums": "*fp32", "eps": "fp32"})
     assert "ld.global.v4" in ptx
