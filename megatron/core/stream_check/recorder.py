@@ -27,6 +27,7 @@ from megatron.core.stream_check.allocator import Block, StreamOrderedAllocator
 from megatron.core.stream_check.clocks import Clocks, Operation, Snapshot, Stream
 from megatron.core.stream_check.collectives import CollectiveStreams
 from megatron.core.stream_check.op_access import access_of, tensors_in
+from megatron.core.stream_check.regions import note_read, note_write, touched
 from megatron.core.stream_check.rules import Finding, Kind, StorageUses, name_of
 from megatron.core.stream_check.sites import call_site, site_text
 from megatron.core.streams import Event, Role
@@ -125,20 +126,24 @@ class StreamRecorder(TorchDispatchMode):
         for tensor in tensors_in(value):
             uses = self._of(tensor, operation)
             if uses is not None:
-                first = rules.unordered_before_read(uses, operation.stream, self.clocks)
+                part = touched(uses.regions, tensor)
+                first = rules.unordered_before_read(uses.regions[part], operation.stream, self.clocks)
                 if first is not None:
                     self._report_pair(Kind.READ, uses, first, operation)
-                rules.note_read(uses, operation)
+                note_read(uses.regions, part, operation)
+                rules.note_use(uses, operation)
 
     def write(self, value: Any, operation: Operation) -> None:
         """`operation` writes the tensors in `value`."""
         for tensor in tensors_in(value):
             uses = self._of(tensor, operation)
             if uses is not None:
-                first = rules.unordered_before_write(uses, operation.stream, self.clocks)
+                part = touched(uses.regions, tensor)
+                first = rules.unordered_before_write(uses.regions[part], operation.stream, self.clocks)
                 if first is not None:
                     self._report_pair(Kind.WRITE, uses, first, operation)
-                rules.note_write(uses, operation)
+                note_write(uses.regions, part, operation)
+                rules.note_use(uses, operation)
 
     def name(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Call tensors [...] that outlive a step by these names in reports."""
@@ -178,7 +183,7 @@ class StreamRecorder(TorchDispatchMode):
         uses = self._register(tensor)
         if not uses.num_bytes:
             return
-        uses.owner, uses.allocation, uses.last_write = operation.stream, operation, operation
+        uses.owner, uses.allocation, uses.regions[0].last_write = operation.stream, operation, operation
         uses.step_allocated = uses.step_used = self.step
         uses.block = self._allocator.allocate(operation.stream, uses.num_bytes)
         self._judge_reuse(uses.block, operation)

@@ -19,6 +19,7 @@ import torch
 
 from megatron.core.stream_check.allocator import Block
 from megatron.core.stream_check.clocks import Clocks, Operation, Stream
+from megatron.core.stream_check.regions import Region, Regions
 
 
 class Kind(enum.Enum):
@@ -59,7 +60,7 @@ class Finding:
 
 @dataclass(eq=False, slots=True)
 class StorageUses:
-    """What happened to one storage. Of each stream the last operation is enough: a stream is in order in itself."""
+    """What happened to one storage."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -71,9 +72,7 @@ class StorageUses:
     """the stream it was allocated on; None if it is older than the recording"""
     block: Block | None = None
     allocation: Operation | None = None
-    last_write: Operation | None = None
-    reads: dict[Stream, Operation] = field(default_factory=dict)
-    """the last read of each stream since the last write"""
+    regions: Regions = field(default_factory=lambda: [Region()])
     others: dict[Stream, Operation] = field(default_factory=dict)
     """the last use by each stream but the owner, writes included"""
     release: Operation | None = None
@@ -91,18 +90,19 @@ def name_of(stream: Stream) -> str:
     return str(stream.value) if isinstance(stream, enum.Enum) else str(stream)
 
 
-def unordered_before_read(uses: StorageUses, stream: Stream, clocks: Clocks) -> Operation | None:
-    """The write (or allocation) that a read on `stream` does not wait for."""
-    write = uses.last_write
-    return None if write is None or clocks.is_ordered(write, stream) else write
+def unordered_before_read(regions: Regions, stream: Stream, clocks: Clocks) -> Operation | None:
+    """The write (or allocation) that a read of these regions on `stream` does not wait for."""
+    writes = (region.last_write for region in regions)
+    return next((op for op in writes if op is not None and not clocks.is_ordered(op, stream)), None)
 
 
-def unordered_before_write(uses: StorageUses, stream: Stream, clocks: Clocks) -> Operation | None:
-    """The use that a write on `stream` does not wait for."""
-    for read in uses.reads.values():
-        if not clocks.is_ordered(read, stream):
-            return read
-    return unordered_before_read(uses, stream, clocks)
+def unordered_before_write(regions: Regions, stream: Stream, clocks: Clocks) -> Operation | None:
+    """The use that a write of these regions on `stream` does not wait for."""
+    for region in regions:
+        for read in region.reads.values():
+            if not clocks.is_ordered(read, stream):
+                return read
+    return unordered_before_read(regions, stream, clocks)
 
 
 def unordered_before_free(uses: StorageUses, clocks: Clocks) -> list[Operation]:
@@ -112,17 +112,8 @@ def unordered_before_free(uses: StorageUses, clocks: Clocks) -> list[Operation]:
     return [op for op in uses.others.values() if not clocks.is_ordered(op, uses.owner)]
 
 
-def note_read(uses: StorageUses, operation: Operation) -> None:
-    """Remember a read."""
-    uses.reads[operation.stream] = operation
-    if operation.stream != uses.owner:
-        uses.others[operation.stream] = operation
-
-
-def note_write(uses: StorageUses, operation: Operation) -> None:
-    """Remember a write; what came before it is behind it, or was reported."""
-    uses.last_write = operation
-    uses.reads.clear()
+def note_use(uses: StorageUses, operation: Operation) -> None:
+    """Remember who else than the owner used the storage last."""
     if operation.stream != uses.owner:
         uses.others[operation.stream] = operation
 
@@ -132,7 +123,8 @@ def is_kept_in_vain(uses: StorageUses, stage: str) -> bool:
     if len(uses.shape) < 2:
         return False
     kind, _, name = stage.partition(" ")
-    last = [operation.stage for operation in (*uses.reads.values(), *uses.others.values())]
+    reads = [operation for region in uses.regions for operation in region.reads.values()]
+    last = [operation.stage for operation in (*reads, *uses.others.values())]
     return kind in ("B", "W") and f"B {name}" not in last and f"W {name}" not in last
 
 

@@ -61,6 +61,7 @@ LAYOUTS = {
     "allgather with overlap": ((*DELAYED, "--moe-token-dispatcher-type", "allgather"), 2),
     "tensor and sequence parallel": ((*DELAYED, *TP2), 2),
     "allgather": ((*TINY_MOE, "--moe-token-dispatcher-type", "allgather"), 2),
+    "buckets that share a buffer": ((*DELAYED, *ZERO, "--ddp-bucket-size", "500"), 2),
     "1F1B": ((*TINY_MOE, *PIPELINE), 2),
     "interleaved": ((*TINY_MOE, *PIPELINE, *CHUNKS), 2),
     "interleaved, messages at once": ((*TINY_MOE, *PIPELINE, *CHUNKS, "--no-overlap-p2p-communication"), 2),
