@@ -71,6 +71,12 @@ def test_last_weight_gradients_hide_messages_and_change_no_bit(tmp_path):
     assert counts[1]["wgrads behind a send"] > 0
 
 
+def test_ranks_are_silent_under_the_stream_checker(tmp_path):
+    line = f"{MODEL}{DISPATCHERS['alltoall']}{DELAYED}--ddp-bucket-size 20000 --check-streams"
+    (first, _) = run_ranks(2, [line.split()], tmp_path, 110)
+    assert "stream check: no findings" in first[0]
+
+
 SIZES = (
     "--num-layers 3 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
     "--moe-layer-freq 1 --moe-ffn-hidden-size 1024 --num-experts 8 --micro-batch-size 2 --global-batch-size 16 "

@@ -135,6 +135,13 @@ def test_share_is_logged_eagerly_and_not_under_a_graph(start):
     assert len(shares[1]) <= 4  # of the eager steps before the capture
 
 
+def test_run_on_a_device_is_silent_under_the_stream_checker(start):
+    flags = SYMM_MEM.format(steps=5) + DROPOUT["0.1"]
+    run, log = start(f"{flags}--check-streams ", [SwitchOn(True)], FAST)
+    assert "stream check: no findings" in log
+    assert run.counters["pairs overlapped"] > 0
+
+
 # Captured steps.
 
 

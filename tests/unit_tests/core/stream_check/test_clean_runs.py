@@ -66,6 +66,7 @@ LAYOUTS = {
     "interleaved": ((*TINY_MOE, *PIPELINE, *CHUNKS), 2),
     "interleaved, messages at once": ((*TINY_MOE, *PIPELINE, *CHUNKS, "--no-overlap-p2p-communication"), 2),
     "interleaved, expert parallel, ZeRO": ((*TINY_MOE, *PIPELINE, *EP2, *CHUNKS, *ZERO), 4),
+    "chunks without layers": ((*DELAYED, *PIPELINE, *EP2, *ZERO, "--pipeline-model-parallel-layout", "E|t|ttt|L"), 4),
     "pipeline with overlap": (PIPELINE_OVERLAP, 4),
 }
 

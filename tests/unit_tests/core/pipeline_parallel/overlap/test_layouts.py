@@ -20,6 +20,8 @@ LAYOUTS = {
     "CP2 p2p": Layout(cp=2, ep=2, dtype=torch.float32, is_grouped=True),
     "CP2 all_gather": Layout(cp=2, ep=2, cp_comm_type="all_gather", dtype=torch.float32, is_grouped=True),
     "CP2 TP2 SP, EP4": dataclasses.replace(TP2, cp=2, ep=4, etp=1),
+    "PP2 VPP2, TP2 SP, EP2": dataclasses.replace(TP2, pp=2, vpp=2, ep=2, etp=1),
+    "PP2 VPP2, CP2, EP2": dataclasses.replace(Layout(cp=2, ep=2, dtype=torch.float32, is_grouped=True), pp=2, vpp=2),
 }
 ALL = list(itertools.product(LAYOUTS, ("alltoall", "flex"), (False, True), (False, True)))
 FEW = [
@@ -30,11 +32,13 @@ FEW = [
 
 def run_both(pool, layout, batch, steps, **fields):
     """Off and on."""
-    case = make_case(SHAPE, moe_layer_freq=[1, 1], **fields)
+    num_layers = 2 * layout.pp
+    case = make_case(SHAPE, num_layers=num_layers, moe_layer_freq=[1] * num_layers, **fields)
     weights = make_weights(case.config(Layout(dtype=layout.dtype)), case.shape, seed=3)
     off = run_step(pool, case, dataclasses.replace(layout, delays_wgrad=False), batch, weights, steps=steps)
     on = run_step(pool, case, dataclasses.replace(layout, overlap=True), batch, weights, steps=steps)
     assert_same_bits(off, on)
+    # one stage: all but one; first of two stages: 8 forwards of 4 microbatches, less 5 of the warm-up
     assert on.counters["pairs overlapped"] == (len(batch.tokens) // layout.dp - 1) * steps
     assert (on.counters["wgrads deferred"] > 0) == layout.delays_wgrad
 
@@ -43,7 +47,8 @@ def check_layout(pool, cell, steps):
     """Losses of tokens are masked unevenly, so that weights per token differ from weights per microbatch."""
     name, dispatcher, is_delayed, is_per_token = cell
     layout = dataclasses.replace(LAYOUTS[name], dispatcher=dispatcher, delays_wgrad=is_delayed)
-    batch = masked_batch([8, 3, 5, 1, 8, 6][: 3 * layout.dp], 3 * layout.dp, seq_length=8)
+    num_samples = (3 if layout.pp == 1 else 4) * layout.dp
+    batch = masked_batch([8, 3, 5, 1, 8, 6][:num_samples], num_samples, seq_length=8)
     run_both(pool, layout, batch, steps, num_query_groups=2, calculate_per_token_loss=is_per_token)
 
 

@@ -76,8 +76,10 @@ def test_declaration_of_every_layer_of_an_fp8_model_is_true(is_shuffled, fields)
         assert_declared(layer, torch.bfloat16)
 
 
-def test_declaration_of_a_dense_layer_is_true():
-    model = overlapped_model(moe_layer_freq=[0, 1])
+@pytest.mark.parametrize("modules", [None, ["layernorm"]], ids=["kept", "norms again"])
+def test_declaration_of_a_dense_layer_is_true(modules):
+    again = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
+    model = overlapped_model(moe_layer_freq=[0, 1], **again)
     assert_declared(model.decoder.layers[0], torch.float64)
 
 
