@@ -40,7 +40,7 @@ def touched(regions: Regions, tensor: torch.Tensor) -> slice:
 
 def covered_bytes(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte of `tensor` [...] in its storage, and the byte behind its last."""
-    size, begin = tensor.element_size(), tensor.storage_offset()
+    size, begin = tensor.element_size(), int(tensor.storage_offset())
     if tensor.is_contiguous():
         return begin * size, (begin + tensor.numel()) * size
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
