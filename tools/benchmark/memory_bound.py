@@ -34,6 +34,8 @@ from tools.benchmark.result import ROOT, write_result
 
 TOKENS, SAMPLES, VOCABULARY, EXPERTS, WIDTH = 16384, 4, 38016, 128, 2048
 COPY_BYTES = 1 << 30
+OTHER_TILES = ((2048, 4), (4096, 8), (8192, 8))
+"""Columns and warps of the loss kernels that a sweep tries beside the chosen ones."""
 CALLS_PER_GRAPH, WARM_UPS, REPEATS = 3, 2, 7
 
 
@@ -80,14 +82,15 @@ def loss_rows(is_swept: bool) -> Iterator[Row]:
     def gradient() -> torch.Tensor:
         return logit_gradient(logits, targets, (peak, total), grad, part)
 
-    defaults = (fused_cross_entropy.SCAN_TILE, fused_cross_entropy.NUM_WARPS)
-    choices = [(4096, 4), (4096, 8), (8192, 4), (8192, 8), (16384, 16)] if is_swept else [defaults]
-    for tile, warps in choices:
-        fused_cross_entropy.SCAN_TILE = fused_cross_entropy.GRADIENT_TILE = tile
-        fused_cross_entropy.NUM_WARPS = warps
-        note = f"{tile} columns, {warps} warps"
-        yield Row("cross entropy forward", scan, size, note)
-        yield Row("cross entropy backward", gradient, 2 * size, note)
+    kernels = (("forward", scan, size, "SCAN"), ("backward", gradient, 2 * size, "GRADIENT"))
+    for name, call, moved, constant in kernels:
+        chosen = tuple(getattr(fused_cross_entropy, f"{constant}_{kind}") for kind in ("TILE", "WARPS"))
+        for tile, warps in dict.fromkeys([chosen, *(OTHER_TILES if is_swept else ())]):
+            setattr(fused_cross_entropy, f"{constant}_TILE", tile)
+            setattr(fused_cross_entropy, f"{constant}_WARPS", warps)
+            yield Row(f"cross entropy {name}", call, moved, f"{tile} columns, {warps} warps")
+        setattr(fused_cross_entropy, f"{constant}_TILE", chosen[0])
+        setattr(fused_cross_entropy, f"{constant}_WARPS", chosen[1])
     leaf = logits.view(4096, 4, VOCABULARY).requires_grad_()
     for fuses in (True, False):
 
@@ -99,10 +102,11 @@ def loss_rows(is_swept: bool) -> Iterator[Row]:
 
 
 def measure_copy() -> float:
-    """Bytes per microsecond that a copy reads and writes."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    """Bytes per microsecond that the faster of two copies reads and writes: torch's, or a kernel that negates."""
+    source = torch.zeros(COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / statistics.median(microseconds(lambda: target.copy_(source)))
+    copies = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
+    return 2 * COPY_BYTES / min(statistics.median(microseconds(copy)) for copy in copies)
 
 
 def router_rows(is_swept: bool) -> Iterator[Row]:

@@ -74,12 +74,16 @@ def total_norm(
     return (dense + expert).sqrt().squeeze(0).to(_norm_dtype(tensors))
 
 
+def clip_coefficient(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
+    """What gradients are multiplied by: max_norm / norm where that is below 1, else 1 exactly; [] -> []."""
+    coefficient = max_norm / (norm + CLIP_EPS)
+    return torch.where(coefficient < 1.0, coefficient, torch.ones_like(coefficient))
+
+
 def clip_by_total_norm(grads: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
     """Scale `grads` [...] in place by max_norm / norm [] where that is below 1; no host read, exact otherwise."""
-    coefficient = max_norm / (norm + CLIP_EPS)
-    coefficient = torch.where(coefficient < 1.0, coefficient, torch.ones_like(coefficient))
     if grads:
-        torch._foreach_mul_(list(grads), coefficient)
+        torch._foreach_mul_(list(grads), clip_coefficient(max_norm, norm))
 
 
 def count_zeros(tensors: UniqueTensors, groups: ProcessGroupCollection, device: torch.device) -> torch.Tensor:

@@ -18,7 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.errors import CheckpointError, ConfigError
-from megatron.core.optimizer.clip_grads import clip_by_total_norm, count_zeros, total_norm, unique_tensors
+from megatron.core.optimizer.clip_grads import (
+    clip_by_total_norm,
+    clip_coefficient,
+    count_zeros,
+    total_norm,
+    unique_tensors,
+)
 from megatron.core.optimizer.grad_scaler import build_grad_scaler
 from megatron.core.optimizer.main_params import HALF_DTYPES, MainParams
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -149,7 +155,7 @@ class MegatronOptimizer:
         norm, num_zeros = self._measure()
         # Step 4
         if self.config.clip_grad > 0.0:
-            clip_by_total_norm(grads, self.config.clip_grad, norm)
+            self._clip(grads, norm)
         # Step 5
         self.write_learning_rates()
         self._update(None)
@@ -175,8 +181,7 @@ class MegatronOptimizer:
         raised = guard.raised()
         # Step 4
         if self.config.clip_grad > 0.0:
-            kept = torch.where(raised > 0, torch.zeros_like(norm), norm)  # a norm of zero clips nothing
-            clip_by_total_norm(grads, self.config.clip_grad, kept)
+            self._clip(grads, torch.where(raised > 0, torch.zeros_like(norm), norm))  # a norm of zero clips nothing
         # Step 5
         self._update(raised)
         return DeviceStep(norm, num_zeros)
@@ -201,6 +206,20 @@ class MegatronOptimizer:
         is_counted = self.config.log_num_zeros_in_grad
         return DeviceStep(norm, count_zeros(unique, self.norm_groups, self.device) if is_counted else None)
 
+    @property
+    def _clips_in_update(self) -> bool:
+        """True if torch's fused Adam clips as it updates, which saves a pass over all gradients."""
+        is_fused = type(self._inner) in (torch.optim.Adam, torch.optim.AdamW)
+        return is_fused and bool(self._rates)
+
+    def _clip(self, grads: list[torch.Tensor], norm: torch.Tensor) -> None:
+        """Step 4, or hand it to step 5: gradients [...] with their norm []."""
+        if self._clips_in_update:
+            # the kernel divides gradients by this number, and leaves them so
+            self._inner.grad_scale = 1.0 / clip_coefficient(self.config.clip_grad, norm)  # type: ignore[attr-defined]
+        else:
+            clip_by_total_norm(grads, self.config.clip_grad, norm)
+
     def _rates_on_device(self) -> list[torch.Tensor]:
         """A learning rate [] for each group; none where the kernels take numbers: on a CPU, and in fp64."""
         params = [group["params"] for group in self.param_groups]
@@ -222,6 +241,7 @@ class MegatronOptimizer:
         try:
             self._inner.step()
         finally:
+            self._inner.grad_scale = None  # type: ignore[attr-defined]
             for number, group in zip(numbers, self.param_groups, strict=True):
                 group["lr"] = number
         self._main.release_grads()

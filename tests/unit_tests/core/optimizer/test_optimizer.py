@@ -9,6 +9,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.step_guard import StepGuard
 
 
 class Model(torch.nn.Module):
@@ -99,6 +101,26 @@ def test_step_reports_norm_before_clipping_and_zeros():
     put_grads(model, [torch.zeros(3, 4, dtype=torch.float64), torch.tensor([3.0, 4.0, 0.0, 0.0, 0.0]).double()])
     assert optimizer.step() == (True, 5.0, 15)
     assert model.vector.main_grad.norm().item() == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.01], ids=["clipped", "kept"])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_clipping_inside_the_update_changes_nothing(monkeypatch, scale, on_device):
+    results = []
+    for inside in (False, True):
+        monkeypatch.setattr(MegatronOptimizer, "_clips_in_update", inside)
+        model = Model().float()
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, clip_grad=1.0), [model])
+        for step in (1, 2):
+            put_grads(model, [grad * scale for grad in seeded_grads(step, torch.float32)])
+            if on_device:
+                optimizer.step_on_device(StepGuard(torch.device("cpu")), refuses_non_finite=True)
+            else:
+                optimizer.step()
+        results.append([value for param in model.parameters() for value in (param.detach(), param.main_grad)])
+        assert optimizer._inner.grad_scale is None
+    for inside, outside in zip(*results, strict=True):
+        torch.testing.assert_close(inside, outside, rtol=1e-6 if scale == 1.0 else 0.0, atol=0.0)
 
 
 def test_clipping_can_be_switched_off():
