@@ -58,6 +58,7 @@ OVERLAP_SPEED = "tests/gpu_tests/test_overlap_speed.py"
 OVERLAP_MEMORY = "tests/gpu_tests/test_overlap_memory.py"
 STREAM_CHECK = "tests/gpu_tests/test_stream_check.py"
 GRAPH = "tests/gpu_tests/test_full_iteration_graph.py"
+GRAPH_FORMS = "tests/gpu_tests/test_graph_forms.py"
 GRAPH_EXIT = "tests/gpu_tests/test_graph_exit.py"
 GRAPH_FAULTS = "tests/gpu_tests/test_graph_faults.py"
 FIGURES = "tests/gpu_tests/test_graph_figures.py"
@@ -87,6 +88,7 @@ OWN_PARTS = (
     GRAPH,
     GRAPH_FAULTS,
     GRAPH_EXIT,
+    GRAPH_FORMS,
     FIGURES,
     STEP,
     FUSED_LOSS,
@@ -135,6 +137,7 @@ PARTS = (
     Part("pp2-curve", (f"{PIPELINE}::test_pipeline_curve_is_that_of_one_gpu",), 120, num_gpus=2),
     Part("graph", (GRAPH, "-k", "repeatable or hundred and 0.1"), 120),
     Part("graph-faults", (GRAPH_FAULTS,), 120),
+    Part("graph-forms", (GRAPH_FORMS,), 120),
     Part("graph-exit", (GRAPH_EXIT,), 110),
     Part("graph-overflow", (GRAPH, "-k", "overflows_and or skipped or resume"), 120),
     Part("graph-figures", (f"{FIGURES}::test_captured_step_of_slice_a_beside_an_eager_one[4]",), 120),
