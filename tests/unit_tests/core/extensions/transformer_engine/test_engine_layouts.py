@@ -62,7 +62,15 @@ def test_fp32_differs_from_local_by_rounding_alone(pool, monkeypatch):
         torch.testing.assert_close((got.grads | got.params)[name], expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("fp8", [{}, {"fp8_recipe": "delayed"}, {"fp8_recipe": "blockwise"}], ids=str)
+@pytest.mark.parametrize(
+    "fp8",
+    [
+        pytest.param({}, marks=pytest.mark.full),
+        {"fp8_recipe": "delayed"},
+        pytest.param({"fp8_recipe": "blockwise"}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_hiding_the_exchange_and_delaying_weight_gradients_change_no_bit(pool, monkeypatch, fp8):
     engine_on_ranks(monkeypatch)
     case = make_case(
@@ -82,7 +90,7 @@ def test_hiding_the_exchange_and_delaying_weight_gradients_change_no_bit(pool, m
         assert [name for name, param in plain.params.items() if not torch.equal(param, other.params[name])] == []
 
 
-@pytest.mark.parametrize("fp8", [(), FP8])
+@pytest.mark.parametrize("fp8", [pytest.param((), marks=pytest.mark.full), FP8], ids=["bf16", "fp8"])
 def test_streams_and_lifetimes_are_silent(pool, fp8):
     widths = ("--moe-ffn-hidden-size", "16", "--seq-length", "16", "--max-position-embeddings", "16")
     assert pool.run(checked_job, [*DELAYED, *widths, *fp8], world_size=2)[0] == ""
