@@ -8,15 +8,16 @@
 Rows are ordered by expert, within an expert by token. Each expert's rows are padded to a multiple. If P is less than
 what is needed, rows from P on are dropped: the last experts lose theirs, and their counts say so.
 
-The kernel makes two passes over blocks of tokens: count per expert, then rank within the block on top of what the
-blocks and experts before need. Sums of integers: both forms give the same numbers.
+The kernels make two passes over blocks of tokens: count per expert, then rank within the block on top of what the
+blocks and experts before need; in between, the counts of the blocks are added up. Sums of integers: both forms give the
+same numbers.
 
 The ids come from a routing map (`expert_slots`): for each token its experts in ascending order.
 
 Legend: C tokens, K slots of a token, n experts, P rows, B blocks of tokens.
 """
 
-# ruff: noqa: ANN001 (a compiled kernel takes no annotations but tl.constexpr)
+# ruff: noqa: ANN001, ANN202 (a compiled kernel takes no annotations but tl.constexpr)
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,12 @@ PADDING, TAIL = -1, -2
 
 TILE = 8192
 """Entries of the table [tokens, experts] that one program holds."""
+
+MARKED_ROWS = 1024
+"""Rows that one program marks."""
+
+PREFIX_COLUMNS, PREFIX_CHUNK = 8, 512
+"""Experts and blocks of tokens that one program of `prefix_kernel` holds."""
 
 
 @dataclass(frozen=True)
@@ -172,23 +179,155 @@ def _marks(kept: torch.Tensor, num_rows: int) -> torch.Tensor:
 def kernel_layout(ids: torch.Tensor, num_experts: int, sizes: Sizes, has_tail: bool) -> RowLayout:
     """The form with kernels: contiguous ids int [C, K]."""
     num_tokens, num_slots = ids.shape
+    if not num_tokens:
+        return reference_layout(ids, num_experts, sizes, has_tail)
     width = max(16, 1 << (num_experts - 1).bit_length())
     block = max(8, TILE // width)
     num_blocks = -(-num_tokens // block)
-    block_counts = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=ids.device)
-    shape = (sizes.num_rows, num_tokens, num_slots, num_experts, block, width)
-    if num_tokens:
-        streams.declare("count rows", (ids,), (block_counts,))
-        _block_kernel[(num_blocks,)](ids, block_counts, None, None, *shape, counts_only=True)
-    ends = block_counts.cumsum(0)  # [B, n]
-    counts = ends[-1] if num_blocks else ends.new_zeros(num_experts)
-    starts, kept, dropped = _place(counts, sizes)
-    bases = (ends - block_counts + starts).int()
-    slots, pairs = torch.empty_like(ids, dtype=torch.int32), _marks(kept, sizes.num_rows)
-    if num_tokens:
-        streams.declare("place rows", (ids, bases), (slots, pairs))
-        _block_kernel[(num_blocks,)](ids, bases, slots, pairs, *shape, counts_only=False)
+
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=ids.device)
+
+    block_counts, before, counts = new(num_blocks, num_experts), new(num_blocks, num_experts), new(num_experts)
+    kept, dropped = new(num_experts, dtype=torch.int64), new(1, dtype=torch.int64)
+    slots, pairs = new(num_tokens, num_slots), new(sizes.num_rows)
+    shape = (num_tokens, num_slots, num_experts, block, width)
+    streams.declare("count rows", (ids,), (block_counts,))
+    _count_kernel[(num_blocks,)](ids, block_counts, *shape)
+    columns, chunk = min(PREFIX_COLUMNS, width), min(PREFIX_CHUNK, 1 << (num_blocks - 1).bit_length())
+    streams.declare("sum counts", (block_counts,), (before, counts))
+    prefix_kernel[(-(-num_experts // columns),)](block_counts, before, counts, num_blocks, num_experts, columns, chunk)
+    asked = (sizes.num_rows, sizes.multiple, sizes.pads_empty)
+    if sizes.has_padding or has_tail:
+        num_chunks = -(-sizes.num_rows // MARKED_ROWS)
+        streams.declare("mark rows", (counts,), (pairs,))
+        _mark_kernel[(num_experts + num_chunks,)](counts, pairs, *asked, num_experts, MARKED_ROWS, width)
+    streams.declare("place rows", (ids, before, counts), (slots, pairs, kept, dropped))
+    _place_kernel[(num_blocks,)](ids, before, counts, slots, pairs, kept, dropped, *asked, *shape)
     return RowLayout(slots, pairs, kept, dropped, has_tail, sizes.has_padding)
+
+
+@triton_jit
+def _chosen(ids, tokens, num_tokens, num_slots: tl.constexpr, experts):
+    """1 where a token [B] of ids [C, K] has an expert [n], else 0: int32 [B, n]."""
+    chosen = tl.zeros([tokens.shape[0], experts.shape[0]], dtype=tl.int32)
+    for slot in range(num_slots):
+        picked = tl.load(ids + tokens.to(tl.int64) * num_slots + slot, mask=tokens < num_tokens, other=-1)
+        chosen += (picked[:, None] == experts[None, :]).to(tl.int32)
+    return chosen
+
+
+@triton_jit(do_not_specialize=["num_tokens"])
+def _count_kernel(
+    ids,
+    block_counts,
+    num_tokens,
+    num_slots: tl.constexpr,
+    num_experts,
+    block: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    """How many tokens of a block chose each expert: ids [C, K] -> block counts [B, n]."""
+    tokens, experts = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, width)
+    counts = tl.sum(_chosen(ids, tokens, num_tokens, num_slots, experts), axis=0)
+    tl.store(block_counts + tl.program_id(0) * num_experts + experts, counts, mask=experts < num_experts)
+
+
+@triton_jit(do_not_specialize=["num_blocks"])
+def prefix_kernel(
+    block_counts,
+    before,
+    counts,
+    num_blocks,
+    num_experts: tl.constexpr,
+    columns: tl.constexpr,
+    chunk: tl.constexpr,
+) -> None:
+    """Add up block counts int32 [B, n], some experts to a program -> those of earlier blocks [B, n], of all [n]."""
+    experts = tl.program_id(0) * columns + tl.arange(0, columns)
+    total = tl.zeros([columns], dtype=tl.int32)
+    for start in range(0, num_blocks, chunk):
+        blocks = start + tl.arange(0, chunk)
+        at = blocks[:, None] * num_experts + experts[None, :]
+        is_real = (blocks < num_blocks)[:, None] & (experts < num_experts)[None, :]
+        here = tl.load(block_counts + at, mask=is_real, other=0)
+        tl.store(before + at, tl.cumsum(here, axis=0) - here + total[None, :], mask=is_real)
+        total += tl.sum(here, axis=0)
+    tl.store(counts + experts, total, mask=experts < num_experts)
+
+
+@triton_jit
+def _ranges(counts, experts, num_experts, multiple, pads_empty: tl.constexpr):
+    """Rows of the experts, first row of each and first row behind its padding, int32 [n] each."""
+    is_expert = experts < num_experts
+    rows = tl.load(counts + experts, mask=is_expert, other=0)
+    wanted = tl.where(is_expert, tl.maximum(rows, 1), 0) if pads_empty else rows
+    padded = (wanted + multiple - 1) // multiple * multiple
+    ends = tl.cumsum(padded, axis=0)
+    return rows, ends - padded, ends
+
+
+@triton_jit(do_not_specialize=["num_rows"])
+def _mark_kernel(
+    counts,
+    pairs,
+    num_rows,
+    multiple: tl.constexpr,
+    pads_empty: tl.constexpr,
+    num_experts,
+    chunk: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    """The marks of the rows of pairs [P] that no choice takes: programs for experts, then for chunks of rows."""
+    program, experts, row = tl.program_id(0), tl.arange(0, width), tl.arange(0, chunk)
+    rows, starts, ends = _ranges(counts, experts, num_experts, multiple, pads_empty)
+    if program < num_experts:
+        begin = tl.sum(tl.where(experts == program, starts + rows, 0), axis=0)
+        end = tl.minimum(tl.sum(tl.where(experts == program, ends, 0), axis=0), num_rows)
+        for first in range(begin, end, chunk):
+            tl.store(pairs + first + row, tl.full([chunk], -1, tl.int32), mask=first + row < end)
+    else:
+        row += (program - num_experts) * chunk
+        is_tail = (row >= tl.max(ends, axis=0)) & (row < num_rows)
+        tl.store(pairs + row, tl.full([chunk], -2, tl.int32), mask=is_tail)
+
+
+@triton_jit(do_not_specialize=["num_rows", "num_tokens"])
+def _place_kernel(
+    ids,
+    before,
+    counts,
+    slots,
+    pairs,
+    kept,
+    dropped,
+    num_rows,
+    multiple: tl.constexpr,
+    pads_empty: tl.constexpr,
+    num_tokens,
+    num_slots: tl.constexpr,
+    num_experts,
+    block: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    """Give each choice of a block of ids [C, K] its row -> slots [C, K], pairs [P]; the first program, kept [n] too."""
+    program, experts = tl.program_id(0), tl.arange(0, width)
+    tokens, is_expert = program * block + tl.arange(0, block), experts < num_experts
+    rows, starts, ends = _ranges(counts, experts, num_experts, multiple, pads_empty)
+    if program == 0:
+        staying = tl.minimum(ends, num_rows) - tl.minimum(starts, num_rows)
+        tl.store(kept + experts, staying.to(tl.int64), mask=is_expert)
+        tl.store(dropped, tl.sum(tl.maximum(rows - staying, 0), axis=0).to(tl.int64))
+    base = starts + tl.load(before + program * num_experts + experts, mask=is_expert, other=0)
+    chosen = _chosen(ids, tokens, num_tokens, num_slots, experts)
+    place = base[None, :] + tl.cumsum(chosen, axis=0) - chosen  # [block, width], right where `chosen`
+    for slot in range(num_slots):
+        at = tokens.to(tl.int64) * num_slots + slot
+        picked = tl.load(ids + at, mask=tokens < num_tokens, other=-1)
+        row = tl.sum(tl.where(picked[:, None] == experts[None, :], place, 0), axis=1)
+        has_row = (picked >= 0) & (picked < num_experts) & (row < num_rows)
+        tl.store(slots + at, tl.where(has_row, row, -1), mask=tokens < num_tokens)
+        tl.store(pairs + row, at.to(tl.int32), mask=(tokens < num_tokens) & has_row)
 
 
 @triton_jit
@@ -214,43 +353,3 @@ def _slots_kernel(
     is_empty = (slots[None, :] >= tl.sum(chosen, axis=1)[:, None]) & (slots < num_slots)[None, :]
     nothing = tl.full([block, slot_width], -1, dtype=tl.int32)
     tl.store(ids + first * num_slots + slots[None, :], nothing, mask=is_empty & is_token[:, None])
-
-
-@triton_jit
-def _block_kernel(
-    ids,
-    blocks,
-    slots,
-    pairs,
-    num_rows,
-    num_tokens,
-    num_slots: tl.constexpr,
-    num_experts,
-    block: tl.constexpr,
-    width: tl.constexpr,
-    counts_only: tl.constexpr,
-) -> None:
-    """One block of tokens: ids [C, K], blocks [B, n].
-
-    First pass: store how many tokens of the block chose each expert into `blocks`. Second pass: `blocks` holds the
-    first row of each block and expert; give each choice its row -> slots [C, K], pairs [P].
-    """
-    program = tl.program_id(0)
-    tokens, experts = program * block + tl.arange(0, block), tl.arange(0, width)
-    is_token, is_expert = tokens < num_tokens, experts < num_experts
-    chosen = tl.zeros([block, width], dtype=tl.int32)  # 1 where a token chose an expert
-    for slot in range(num_slots):
-        picked = tl.load(ids + tokens.to(tl.int64) * num_slots + slot, mask=is_token, other=-1)
-        chosen += (picked[:, None] == experts[None, :]).to(tl.int32)
-    if counts_only:
-        tl.store(blocks + program * num_experts + experts, tl.sum(chosen, axis=0), mask=is_expert)
-    else:
-        base = tl.load(blocks + program * num_experts + experts, mask=is_expert, other=0)
-        rows = base[None, :] + tl.cumsum(chosen, axis=0) - chosen  # [block, width], right where `chosen`
-        for slot in range(num_slots):
-            places = tokens.to(tl.int64) * num_slots + slot
-            picked = tl.load(ids + places, mask=is_token, other=-1)
-            row = tl.sum(tl.where(picked[:, None] == experts[None, :], rows, 0), axis=1)
-            has_row = (picked >= 0) & (picked < num_experts) & (row < num_rows)
-            tl.store(slots + places, tl.where(has_row, row, -1), mask=is_token)
-            tl.store(pairs + row, places.to(tl.int32), mask=is_token & has_row)

@@ -1,8 +1,11 @@
 """Rows of a routing: the plain form against a loop, the kernels under the interpreter against the plain form."""
 
+import unittest.mock
+
 import pytest
 import torch
 
+from megatron.core.fusions import fused_row_layout
 from megatron.core.fusions.fused_row_layout import (
     PADDING,
     TAIL,
@@ -76,17 +79,19 @@ def test_rows_beyond_the_limit_are_dropped_from_the_last_experts():
 
 
 def kernel_job(cases):
-    """The kernels' answers."""
-    return [[getattr(kernel_layout(ids, n, sizes, True), field) for field in FIELDS] for ids, n, sizes in cases]
+    """The kernels' answers, in small blocks of tokens and few of them at a time."""
+    with unittest.mock.patch.multiple(fused_row_layout, TILE=256, PREFIX_CHUNK=2):
+        return [[getattr(kernel_layout(ids, n, sizes, True), field) for field in FIELDS] for ids, n, sizes in cases]
 
 
 def test_kernels_give_the_same_rows(interpreted):
-    shapes = [(0, 2, 4), (1, 1, 1), (65, 4, 33), (20, 3, 700)]
+    shapes = [(0, 2, 4), (1, 1, 1), (65, 4, 12), (20, 3, 20)]
     cases = [
-        (random_ids(tokens, slots, experts, seed=i), experts, Sizes(rows, multiple))
+        (random_ids(tokens, slots, experts, seed=i), experts, Sizes(rows, multiple, pads_empty))
         for i, (tokens, slots, experts) in enumerate(shapes)
-        for rows, multiple in ((tokens * slots + 16 * experts, 16), (tokens, 1))
+        for rows, multiple, pads_empty in ((tokens * slots + 16 * experts, 16, i == 2), (tokens, 1, False))
     ]
+    cases += [(torch.tensor([[0], [2], [0]]), 4, Sizes(15, 3, True)), (random_ids(30, 2, 4, keep=1.0), 4, Sizes(0, 1))]
     for case, answer in zip(cases, interpreted(kernel_job, cases), strict=True):
         layout = reference_layout(*case, True)
         for field, found in zip(FIELDS, answer, strict=True):

@@ -3,11 +3,18 @@
 import pytest
 
 from megatron.core.fusions.fused_permute import _clear_kernel, _gather_kernel, _spread_kernel, _sum_kernel
-from megatron.core.fusions.fused_row_layout import _block_kernel, _slots_kernel
+from megatron.core.fusions.fused_row_layout import (
+    _count_kernel,
+    _mark_kernel,
+    _place_kernel,
+    _slots_kernel,
+    prefix_kernel,
+)
 from tests.common.hopper import ptx
 
 SIZES = {"num_slots": 8, "columns": 256}
 NO_PROBS = {"probs": None, "row_probs": None}
+ASKED = {"multiple": 16, "pads_empty": True}
 BLOCK = {"num_slots": 8, "block": 32, "width": 256}
 SUM = SIZES | {"interpreted": False}
 KERNELS = [
@@ -19,8 +26,10 @@ KERNELS = [
     (_clear_kernel, {"columns": 256, "row_probs": None}, "u8"),
     (_sum_kernel, SUM | {"is_double": False}, "bf16"),
     (_sum_kernel, SUM | {"is_double": True} | NO_PROBS, "fp64"),
-    (_block_kernel, BLOCK | {"counts_only": True, "slots": None, "pairs": None}, "i32"),
-    (_block_kernel, BLOCK | {"counts_only": False}, "i32"),
+    (_count_kernel, BLOCK, "i32"),
+    (prefix_kernel, {"num_experts": 128, "columns": 8, "chunk": 64}, "i32"),
+    (_mark_kernel, {"chunk": 32, "width": 256} | ASKED, "i32"),
+    (_place_kernel, BLOCK | ASKED, "i32"),
     (_slots_kernel, BLOCK | {"slot_width": 8}, "i32"),
 ]
 
@@ -29,5 +38,6 @@ KERNELS = [
 def test_kernel_compiles_for_hopper(kernel, constants, dtype):
     types = {"tokens": f"*{dtype}", "rows": f"*{dtype}", "probs": "*fp32", "row_probs": "*fp32"}
     types["routing_map"] = "*u8"
-    types |= dict.fromkeys(("ids", "blocks", "slots", "pairs"), "*i32")
+    types |= dict.fromkeys(("ids", "slots", "pairs", "block_counts", "before", "counts"), "*i32")
+    types |= dict.fromkeys(("kept", "dropped"), "*i64")
     assert ".target sm_90" in ptx(kernel, constants, types)

@@ -14,11 +14,11 @@ Legend: T tokens of this rank, K slots of a token, W ranks, n experts on each, E
 import torch
 
 from megatron.core import streams
+from megatron.core.fusions.fused_row_layout import PREFIX_CHUNK, PREFIX_COLUMNS, prefix_kernel
 from megatron.core.optional_deps import tl, triton_jit
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_launch import next_power_of_2
 
 BLOCK_ELEMENTS = 8192
-PREFIX_COLUMNS, PREFIX_CHUNK = 8, 512
 
 
 @triton_jit
@@ -46,29 +46,6 @@ def count_kernel(
     experts = tl.arange(0, EXPERTS_PAD)
     counts = tl.sum(_chosen(expert_ids, tokens, num_tokens, experts, SLOTS), axis=0)
     tl.store(block_counts + tl.program_id(0) * EXPERTS + experts, counts, mask=experts < EXPERTS)
-
-
-@triton_jit(do_not_specialize=["num_blocks"])
-def prefix_kernel(
-    block_counts,  # int32 [blocks, E]
-    before,  # int32 [blocks, E], rows of each expert in earlier blocks
-    counts,  # int32 [E]
-    num_blocks,
-    EXPERTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Add up the counts of the blocks, some experts to a program. Grid: [E / COLUMNS]."""
-    experts = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([COLUMNS], dtype=tl.int32)
-    for start in range(0, num_blocks, CHUNK):
-        blocks = start + tl.arange(0, CHUNK)
-        at = blocks[:, None] * EXPERTS + experts[None, :]
-        is_real = (blocks < num_blocks)[:, None] & (experts < EXPERTS)[None, :]
-        here = tl.load(block_counts + at, mask=is_real, other=0)
-        tl.store(before + at, tl.cumsum(here, axis=0) - here + total[None, :], mask=is_real)
-        total += tl.sum(here, axis=0)
-    tl.store(counts + experts, total, mask=experts < EXPERTS)
 
 
 @triton_jit(do_not_specialize=["num_tokens"])
