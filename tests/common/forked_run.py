@@ -6,8 +6,10 @@ is killed and fails. `torchrun` itself is tested in tests/functional_tests.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import random
 import re
 import signal
 import socket
@@ -22,6 +24,7 @@ from pathlib import Path
 from megatron.core.utils.logging import ROOT_NAME
 
 DEADLINE_S = 60.0
+PORTS = 15_000, 32_000
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,12 @@ class RankResult:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port of loopback that nobody listens on, from below those that the system gives to sockets without a wish."""
+    while True:
+        port = random.SystemRandom().randrange(*PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def start_ranks(world_size: int, body: Callable[[], int], outputs: Path) -> list[int]:

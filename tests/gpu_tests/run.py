@@ -54,8 +54,7 @@ DISPATCH = "tests/gpu_tests/test_dispatch_benchmark.py"
 OVERLAP = "tests/gpu_tests/test_overlap.py"
 OVERLAP_RUNS = "tests/gpu_tests/test_overlap_runs.py"
 OVERLAP_RANKS = "tests/gpu_tests/test_overlap_ranks.py"
-OVERLAP_SPEED = "tests/gpu_tests/test_overlap_speed.py"
-OVERLAP_MEMORY = "tests/gpu_tests/test_overlap_memory.py"
+OVERLAP_FIGURES = "tests/gpu_tests/test_overlap_figures.py"
 STREAM_CHECK = "tests/gpu_tests/test_stream_check.py"
 GRAPH = "tests/gpu_tests/test_full_iteration_graph.py"
 GRAPH_FORMS = "tests/gpu_tests/test_graph_forms.py"
@@ -72,8 +71,7 @@ OWN_PARTS = (
     OVERLAP,
     OVERLAP_RUNS,
     OVERLAP_RANKS,
-    OVERLAP_MEMORY,
-    OVERLAP_SPEED,
+    OVERLAP_FIGURES,
     LAUNCHES,
     WGRAD,
     TWO_GPUS,
@@ -110,8 +108,8 @@ PARTS = (
     Part("overlap-graph", (OVERLAP_RUNS, "-k", "bits"), 120),
     Part("overlap-ranks", (OVERLAP_RANKS, "-k", "alltoall or last_weight"), 150),
     Part("overlap-ranks-more", (OVERLAP_RANKS, "-k", "flex or profile or silent"), 150),
-    Part("overlap-speed", (OVERLAP_SPEED,), 150),
-    Part("overlap-memory", (OVERLAP_MEMORY,), 120),
+    Part("overlap-figures", (f"{OVERLAP_FIGURES}::test_step_and_memory_of_slice_a",), 120),
+    Part("overlap-rooms", (f"{OVERLAP_FIGURES}::test_step_of_slice_a_with_more_room",), 120),
     Part("stream-check", (STREAM_CHECK,), 90),
     Part("wgrad", (WGRAD, "--deselect", f"{WGRAD}::test_benchmark_sweeps_all_shapes"), 120),
     Part("wgrad-sweep", (f"{WGRAD}::test_benchmark_sweeps_all_shapes",), 120),

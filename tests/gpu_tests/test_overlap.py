@@ -31,6 +31,7 @@ from tests.common.poison import fill_with_poison
 from tests.common.stream_mutants import ALL_KEPT
 from tests.functional_tests.cases import find_cases, launch
 from tests.unit_tests.core.pipeline_parallel.overlap.test_faults import (
+    FP8,
     LENGTHS,
     inputs_overwritten,
     on_the_other_stream,
@@ -88,7 +89,7 @@ def delayed(stage, kind):
 
 @pytest.mark.parametrize("is_shuffled", [False, True], ids=["in order", "shuffled"])
 @pytest.mark.parametrize(
-    "dtype", [{"bf16": True}, {"bf16": False, "params_dtype": torch.float32}], ids=["bf16", "fp32"]
+    "dtype", [{"bf16": True}, {"bf16": False, "params_dtype": torch.float32}, FP8], ids=["bf16", "fp32", "FP8"]
 )
 def test_overlap_gives_the_bits_of_the_plain_schedule(is_shuffled, dtype):
     model = gpu_model(is_shuffled=is_shuffled, moe_shared_expert_intermediate_size=256, **dtype)
@@ -166,14 +167,14 @@ def test_f1_late_input_gradients_do_not_reach_the_weight_gradients():
 
 @pytest.mark.parametrize(
     ("fields", "fate"),
-    [({"is_shuffled": False}, "kept"), ({"is_shuffled": True}, "gone"), ({"shadow": True}, "gone")],
-    ids=["saved as they are", "sorted into a copy", "saved as bytes"],
+    [({"is_shuffled": False}, "kept"), ({"is_shuffled": True}, "gone"), ({"shadow": True}, "gone"), (FP8, "gone")],
+    ids=["saved as they are", "sorted into a copy", "saved as bytes", "saved as FP8 codes"],
 )
 def test_f2_rows_go_exactly_if_autograd_did_not_save_them(fields, fate):
     with watched_rows() as fates:
         run_microbatches(gpu_model(**fields))
     assert set(fates) == {fate}
-    if "shadow" in fields:
+    if "shadow" in fields or "fp8" in fields:
         keeps = replaced(MoELayer, "saved_inputs", lambda self: ALL_KEPT)
         with keeps, watched_rows() as fates:
             run_microbatches(gpu_model(**fields))

@@ -4,6 +4,8 @@ One rank holds all experts, and the kernels of symmetric memory send its rows to
 there, as nothing needs to be hidden; a callback switches it on.
 """
 
+import contextlib
+import io
 import json
 
 import pytest
@@ -100,20 +102,22 @@ SIZES = (
 )
 
 
-def test_run_under_the_profiler_is_reported(start, tmp_path, capsys):
+def test_run_under_the_profiler_is_reported(start, tmp_path):
     window = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5 "
     streams.set_observer(StageRanges())
     flags = f"{SYMM_MEM.format(steps=5)}{SIZES}{window}--tensorboard-dir {tmp_path} "
     start(flags, [SwitchOn(delays_wgrad=True)], FAST)
     (path,) = tmp_path.glob("**/rank-0.json")
-    assert main([str(path)]) == 0
-    text = capsys.readouterr().out
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main([str(path)]) == 0
+    text = printed.getvalue()
     print(text)
     kinds = {line.split()[0]: line.split()[1:] for line in text.splitlines()[2:]}
     assert {"dispatch", "combine", "all"} <= set(kinds)
     for kind in ("dispatch", "combine", "all"):
         assert float(kinds[kind][0]) > 0
-        assert 0 < float(kinds[kind][1].rstrip("%")) <= 100
+        assert 0 <= float(kinds[kind][1].rstrip("%")) <= 100
+    assert float(kinds["all"][1].rstrip("%")) > 0
     kernels = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "kernel"]
     named = {name: {k["tid"] for k in kernels if k["name"] == name} for name in SYMMETRIC_KERNELS}
     (comm,) = set().union(*named.values())
@@ -155,7 +159,7 @@ def hashes_of(start, flags, switches=()):
 def test_overlap_trains_the_bits_of_the_plain_schedule(start):
     flags = CAPTURED + DROPOUT["0.1"]
     expected, _ = hashes_of(start, flags)
-    assert len(expected) == NUM_STEPS // HASH_INTERVAL
+    assert {NUM_STEPS, HASH_INTERVAL} <= set(expected)
     assert hashes_of(start, flags)[0] == expected, "not deterministic: nothing can be compared"
     assert hashes_of(start, flags, [SwitchOn(True)])[0] == expected
 

@@ -89,6 +89,9 @@ def fates_of(**model):
     return set(fates)
 
 
+FP8 = {"bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise"}
+
+
 @pytest.mark.parametrize(
     ("model", "fate"),
     [
@@ -96,8 +99,9 @@ def fates_of(**model):
         ({"is_shuffled": True}, "gone"),
         ({"is_shuffled": False, "shadow": True}, "gone"),
         ({"is_shuffled": False, "moe_grouped_gemm": False}, "kept"),
+        ({"is_shuffled": False, **FP8}, "gone"),
     ],
-    ids=["saved as they are", "sorted into a copy", "saved as bytes", "sequential"],
+    ids=["saved as they are", "sorted into a copy", "saved as bytes", "sequential", "saved as FP8 codes"],
 )
 def test_rows_of_the_experts_go_exactly_if_autograd_did_not_save_them(model, fate):
     assert fates_of(**model) == {fate}
