@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.fusions import fused_qkv_heads
 from megatron.core.fusions.fused_bias_glu import bias_glu
 from megatron.core.fusions.fused_qkv_heads import HeadNorms, fused_heads
 from megatron.core.fusions.fused_rope import RotaryTables, apply_rotary
@@ -17,6 +18,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from tests.common.mutants import replaced
 from tests.common.small_models import small_config
 from tests.unit_tests.core.fusions import test_fused_qkv_heads as heads_cases
 from tests.unit_tests.core.fusions import test_fused_rope as rotary_cases
@@ -131,13 +133,32 @@ def test_heads_are_the_formula_rounded_once(dtype, has_norm, interleaved, shapes
         assert not has_norm or all(torch.equal(a, b) for a, b in zip(once[3], twice[3], strict=True))
 
 
-@pytest.mark.parametrize("backend", ["fused", "flash"])
-def test_attention_takes_and_gives_heads_without_a_copy(backend):
-    fields = {"num_query_groups": 2, "num_attention_heads": 8, "kv_channels": 64, "hidden_size": 256, "device": "cuda"}
+def test_tiles_loaded_ahead_change_no_bit():
+    case = moved(heads_cases.problem(SLICE_A, BF16))
+    answers = []
+    for stages in (1, 2, 3):
+        with replaced(fused_qkv_heads, "STAGES", stages):
+            grad_mixed, grad_weights = heads_cases.heads_job([case])[0][2:]
+            answers.append((grad_mixed, *grad_weights))
+    for other in answers[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(answers[0], other, strict=True))
+
+
+# torch repeats the heads of a group for flash, so that they are no groups here
+@pytest.mark.parametrize(("backend", "groups"), [("fused", 2), ("flash", 8)])
+def test_attention_takes_and_gives_heads_without_a_copy(backend, groups):
+    fields = {
+        "num_query_groups": groups,
+        "num_attention_heads": 8,
+        "kv_channels": 64,
+        "hidden_size": 256,
+        "device": "cuda",
+    }
     fields |= {"normalization": "RMSNorm", "bf16": True, "attention_backend": backend, "add_bias_linear": False}
     kinds = {"q_layernorm": WrappedTorchNorm, "k_layernorm": WrappedTorchNorm}
     attention = SelfAttention(small_config(**fields), SelfAttentionSubmodules(**kinds), 1, AttnMaskType.causal).cuda()
-    mixed, tables = normal(128, 2, 2, 6, 64).requires_grad_(), RotaryEmbedding(64).get_tables(128, BF16, DEVICE)
+    mixed = normal(128, 2, groups, 8 // groups + 2, 64).requires_grad_()
+    tables = RotaryEmbedding(64).get_tables(128, BF16, DEVICE)
     query, key, value = attention._rotated_heads(mixed, tables)
     assert "FusedHeads" in type(query.grad_fn).__name__
     assert value.data_ptr() == mixed[:, :, :, -1].data_ptr()

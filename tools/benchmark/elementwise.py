@@ -135,6 +135,18 @@ CASES: dict[str, Case] = {
 }
 """Shapes of the model slices."""
 
+HEADS_BACKWARD = (
+    (1024, 2, 1),
+    (1024, 4, 1),
+    (2048, 4, 1),
+    (2048, 8, 1),
+    (1024, 4, 2),
+    (2048, 4, 2),
+    (2048, 8, 2),
+    (2048, 4, 3),
+)
+"""Channels of a tile, warps, stages."""
+
 SWEEPS: dict[str, tuple[ModuleType, dict[str, list[dict[str, int]]]]] = {
     "swiglu A": (
         fused_swiglu,
@@ -152,15 +164,8 @@ SWEEPS: dict[str, tuple[ModuleType, dict[str, list[dict[str, int]]]]] = {
             "forward": [{"FORWARD_TILE": tile, "FORWARD_WARPS": w} for tile in (1024, 2048, 4096) for w in (2, 4, 8)],
             BACKWARD: [
                 {"BACKWARD_TILE": tile, "BACKWARD_WARPS": w, "STAGES": stages, "PROGRAMS": programs}
-                for tile, w, stages in (
-                    (1024, 2, 1),
-                    (1024, 4, 1),
-                    (2048, 4, 1),
-                    (2048, 8, 1),
-                    (1024, 4, 2),
-                    (2048, 8, 2),
-                )
-                for programs in (1056, 2048, 4096)
+                for tile, w, stages in HEADS_BACKWARD
+                for programs in (660, 1320, 2048, 4096)
             ],
         },
     ),

@@ -14,10 +14,10 @@ Backward reads mixed and the three gradients, with any strides, and writes all o
                                                            d w = sum over heads of u * n
 
 Each program adds up its heads in order; the sums of all programs are added by one reduction whose order is fixed, so
-that a run repeats bit for bit.
+that a run repeats bit for bit. A tile holds queries or keys, never both: it needs one weight, and one sum.
 
 Legend: s sequence, b batch, g groups, r query heads of a group, c channels of a head, d turned channels; H heads of a
-tile. A slot is one of the s * b * g * (r + 2) heads of mixed.
+tile. A slot is one of the r + 2 heads of a group in mixed.
 """
 
 # ruff: noqa: ANN001, ANN202 (a compiled kernel takes no annotations but tl.constexpr)
@@ -43,9 +43,9 @@ FORWARD_TILE, BACKWARD_TILE = 2048, 2048
 
 FORWARD_WARPS, BACKWARD_WARPS = 4, 4
 
-PROGRAMS, STAGES = 4096, 1
-"""Programs of the backward kernel at most, each with sums of its own of the weights' gradients, and the tiles of which
-a program loads one before it is done with the other."""
+PROGRAMS, STAGES = 2048, 1
+"""Programs of the backward kernel at most, as many for queries as for keys, each with a sum of its own of the weight's
+gradient; and tiles that a program has in hand at a time."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,9 @@ def kernel_heads(
     key = mixed.new_empty(sequence, batch, groups, channels)
     if mixed.numel():
         streams.declare("heads", launch.operands, (query, key))
-        _heads_kernel[(launch.num_tiles,)](
-            *launch.operands, query, key, *launch.numbers, **launch.constants, num_warps=FORWARD_WARPS
+        numbers = (*launch.numbers, launch.query_tiles)
+        _heads_kernel[(launch.query_tiles + launch.key_tiles,)](
+            *launch.operands, query, key, *numbers, **launch.constants, num_warps=FORWARD_WARPS
         )
     return query, key
 
@@ -146,26 +147,28 @@ def kernel_heads_backward(
     launch = _Launch(mixed, norms, tables, interleaved, BACKWARD_TILE)
     grads = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
     grad_mixed = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
-    num_programs = min(PROGRAMS, launch.num_tiles)
-    sums = None if norms is None else mixed.new_empty(num_programs, 2, mixed.shape[-1], dtype=torch.float32)
+    num_programs = min(PROGRAMS, launch.query_tiles)
+    sums = None if norms is None else mixed.new_empty(2, num_programs, mixed.shape[-1], dtype=torch.float32)
     if mixed.numel():
         strides = [stride for grad in grads for stride in grad.stride()[:3]]
+        shares = [-(-tiles // num_programs) for tiles in (launch.query_tiles, launch.key_tiles)]
         streams.declare("heads backward", (*grads, *launch.operands), (grad_mixed, sums))
-        _heads_backward_kernel[(num_programs,)](
+        _heads_backward_kernel[(2 * num_programs,)](
             *grads,
             *launch.operands,
             grad_mixed,
             sums,
             *strides,
             *launch.numbers,
-            -(-launch.num_tiles // num_programs),
+            num_programs,
+            *shares,
             **launch.constants,
             stages=STAGES,
             num_warps=BACKWARD_WARPS,
         )
     if norms is None or sums is None:
         return grad_mixed, (None, None)
-    query_sum, key_sum = sums.sum(dim=0).to(mixed.dtype).unbind(0)
+    query_sum, key_sum = sums.sum(dim=1).to(mixed.dtype).unbind(0)
     return grad_mixed, (query_sum, key_sum)
 
 
@@ -182,11 +185,12 @@ class _Launch:
     ) -> None:
         turned = tables.cos.shape[-1]
         sizes = PairSizes(turned // 2, mixed.shape[-1] - turned, tile)
-        num_slots = mixed.numel() // max(1, mixed.shape[-1])
+        num_groups = mixed.shape[:3].numel()
         weights = (None, None) if norms is None else (norms.query_weight.contiguous(), norms.key_weight.contiguous())
         self.operands = (mixed.contiguous(), *weights, tables.cos.contiguous(), tables.sin.contiguous())
-        self.num_tiles = -(-num_slots // sizes.heads)
-        self.numbers = (num_slots, mixed.shape[1], 0.0 if norms is None else norms.eps)
+        self.query_tiles = -(-num_groups * (mixed.shape[3] - 2) // sizes.heads)
+        self.key_tiles = -(-num_groups // sizes.heads)
+        self.numbers = (num_groups, mixed.shape[1], 0.0 if norms is None else norms.eps)
         self.constants: dict[str, Any] = {
             **sizes.arguments(),
             "groups": mixed.shape[2],
@@ -198,38 +202,52 @@ class _Launch:
 
 
 @triton_jit
-def _load_rest(
+def _load_head(
     place,
     mask,
     num_pairs,
     num_rest,
+    pairs: tl.constexpr,
     rest: tl.constexpr,
+    interleaved: tl.constexpr,
 ):
-    """The channels behind the pairs in fp32 [H, rest], from the first channels of heads, place [H]."""
-    channel = tl.arange(0, rest)
-    inside = mask[:, None] & (channel < num_rest)[None, :]
-    return tl.load(place[:, None] + (2 * num_pairs + channel)[None, :], mask=inside, other=0.0).to(tl.float32)
+    """Heads in fp32, place [H]: pairs [H, pairs] twice and what passes [H, rest]; if nothing does, zeros [H, 1]."""
+    first, second = load_pairs(place, mask, num_pairs, pairs, interleaved)
+    if rest > 0:
+        channel = tl.arange(0, rest)
+        inside = mask[:, None] & (channel < num_rest)[None, :]
+        target = place[:, None] + (2 * num_pairs + channel)[None, :]
+        passed = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    else:
+        passed = tl.zeros([place.shape[0], 1], dtype=tl.float32)
+    return first, second, passed
 
 
 @triton_jit
-def _store_rest(
+def _store_head(
     place,
-    values,
+    first,
+    second,
+    passed,
     mask,
     num_pairs,
     num_rest,
+    pairs: tl.constexpr,
     rest: tl.constexpr,
+    interleaved: tl.constexpr,
     interpreted: tl.constexpr,
 ):
-    """Round the channels behind the pairs, fp32 [H, rest], and store them to heads, place [H]."""
-    channel = tl.arange(0, rest)
-    inside = mask[:, None] & (channel < num_rest)[None, :]
-    target = place[:, None] + (2 * num_pairs + channel)[None, :]
-    tl.store(target, narrow(values, place.dtype.element_ty, interpreted), mask=inside)
+    """Round heads, fp32 as from `_load_head`, and store them, place [H]."""
+    store_pairs(place, first, second, mask, num_pairs, pairs, interleaved, interpreted)
+    if rest > 0:
+        channel = tl.arange(0, rest)
+        inside = mask[:, None] & (channel < num_rest)[None, :]
+        target = place[:, None] + (2 * num_pairs + channel)[None, :]
+        tl.store(target, narrow(passed, place.dtype.element_ty, interpreted), mask=inside)
 
 
 @triton_jit
-def _load_weights(
+def _load_weight(
     weight,
     num_pairs,
     num_rest,
@@ -238,14 +256,9 @@ def _load_weights(
     interleaved: tl.constexpr,
     zero_centered: tl.constexpr,
 ):
-    """A norm's weight [c] in fp32: of the pairs [1, pairs] twice, of the rest [1, rest] or one number of no use."""
-    place = weight + tl.arange(0, 1)
-    mask = tl.arange(0, 1) < 1
-    first, second = load_pairs(place, mask, num_pairs, pairs, interleaved)
-    if rest > 0:
-        passed = _load_rest(place, mask, num_pairs, num_rest, rest)
-    else:
-        passed = tl.zeros([1, 1], dtype=tl.float32)
+    """A norm's weight [c] as one head."""
+    one = tl.arange(0, 1)
+    first, second, passed = _load_head(weight + one, one < 1, num_pairs, num_rest, pairs, rest, interleaved)
     if zero_centered:
         first, second, passed = first + 1.0, second + 1.0, passed + 1.0
     return first, second, passed
@@ -258,12 +271,9 @@ def _inverse_root(
     passed,
     eps,
     num_channels,
-    rest: tl.constexpr,
 ):
-    """1 / sqrt(mean of the squares + eps) of each head, [H, 1], from its pairs [H, pairs] and its rest [H, rest]."""
-    squares = tl.sum(first * first + second * second, axis=1)
-    if rest > 0:
-        squares += tl.sum(passed * passed, axis=1)
+    """1 / sqrt(mean of the squares + eps) of each head, [H, 1]."""
+    squares = tl.sum(first * first + second * second, axis=1) + tl.sum(passed * passed, axis=1)
     return tl.rsqrt(squares / num_channels + eps)[:, None]
 
 
@@ -276,9 +286,10 @@ def _heads_kernel(
     sin,
     query,
     key,
-    num_slots,
+    num_groups,
     num_batch,
     eps,
+    num_query_tiles,
     num_pairs,
     num_rest,
     groups: tl.constexpr,
@@ -290,36 +301,25 @@ def _heads_kernel(
     interleaved: tl.constexpr,
     interpreted: tl.constexpr,
 ):
-    """A tile of slots of mixed [s, b, g, r + 2, c] -> query [s, b, g * r, c], key [s, b, g, c]; value is left out."""
-    head = tl.program_id(0) * heads + tl.arange(0, heads)
-    slot, group = head % slots, head // slots  # group counts through all tokens
-    position = head // (slots * groups * num_batch)
-    mask = (head < num_slots) & (slot < slots - 1)
-    is_key = slot == slots - 2
+    """A tile of query [s, b, g * r, c] or, behind all of these, of key [s, b, g, c] from mixed [s, b, g, r + 2, c]."""
+    is_key = tl.program_id(0) >= num_query_tiles
+    tile = tl.program_id(0) - tl.where(is_key, num_query_tiles, 0)
+    head = tile * heads + tl.arange(0, heads)
+    group = tl.where(is_key, head, head // (slots - 2))  # counted through all tokens
+    slot = tl.where(is_key, slots - 2, head % (slots - 2))
+    mask = group < num_groups
     num_channels = 2 * num_pairs + num_rest
-    source = mixed + head.to(tl.int64) * num_channels
-    target = tl.where(
-        is_key,
-        key + group.to(tl.int64) * num_channels,
-        query + (group.to(tl.int64) * (slots - 2) + slot) * num_channels,
-    )
-    first, second = load_pairs(source, mask, num_pairs, pairs, interleaved)
-    if rest > 0:
-        passed = _load_rest(source, mask, num_pairs, num_rest, rest)
-    else:
-        passed = first
+    source = mixed + (group.to(tl.int64) * slots + slot) * num_channels
+    first, second, passed = _load_head(source, mask, num_pairs, num_rest, pairs, rest, interleaved)
     if query_weight is not None:
-        sizes_q = _load_weights(query_weight, num_pairs, num_rest, pairs, rest, interleaved, zero_centered)
-        sizes_k = _load_weights(key_weight, num_pairs, num_rest, pairs, rest, interleaved, zero_centered)
-        inverse = _inverse_root(first, second, passed, eps, num_channels, rest)
-        first *= inverse * tl.where(is_key[:, None], sizes_k[0], sizes_q[0])
-        second *= inverse * tl.where(is_key[:, None], sizes_k[1], sizes_q[1])
-        if rest > 0:
-            passed *= inverse * tl.where(is_key[:, None], sizes_k[2], sizes_q[2])
+        weight = tl.where(is_key, key_weight, query_weight)
+        w_first, w_second, w_passed = _load_weight(weight, num_pairs, num_rest, pairs, rest, interleaved, zero_centered)
+        inverse = _inverse_root(first, second, passed, eps, num_channels)
+        first, second, passed = first * inverse * w_first, second * inverse * w_second, passed * inverse * w_passed
+    position = group // (groups * num_batch)
     first, second = turn(first, second, cos, sin, position, mask, num_pairs, pairs, interleaved, False)
-    store_pairs(target, first, second, mask, num_pairs, pairs, interleaved, interpreted)
-    if rest > 0:
-        _store_rest(target, passed, mask, num_pairs, num_rest, rest, interpreted)
+    target = tl.where(is_key, key, query) + head.to(tl.int64) * num_channels
+    _store_head(target, first, second, passed, mask, num_pairs, num_rest, pairs, rest, interleaved, interpreted)
 
 
 @triton_jit
@@ -343,10 +343,12 @@ def _heads_backward_kernel(
     value_position_stride,
     value_batch_stride,
     value_head_stride,
-    num_slots,
+    num_groups,
     num_batch,
     eps,
-    num_tiles,
+    num_programs,
+    num_query_tiles,
+    num_key_tiles,
     num_pairs,
     num_rest,
     groups: tl.constexpr,
@@ -359,81 +361,67 @@ def _heads_backward_kernel(
     interpreted: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """`num_tiles` tiles of d mixed [s, b, g, r + 2, c], one after the other; sums [programs, 2, c] of d w."""
+    """A share of the queries' tiles of d mixed [s, b, g, r + 2, c], or of the keys' and values', one after the other.
+
+    `num_programs` programs share the queries, as many behind them keys and values; sums [2, programs, c] of d w.
+    """
+    is_key = tl.program_id(0) >= num_programs
+    num_tiles = tl.where(is_key, num_key_tiles, num_query_tiles)
+    begin = (tl.program_id(0) - tl.where(is_key, num_programs, 0)) * num_tiles
+    grad = tl.where(is_key, grad_key, grad_query)
+    position_stride = tl.where(is_key, key_position_stride, query_position_stride)
+    batch_stride = tl.where(is_key, key_batch_stride, query_batch_stride)
+    head_stride = tl.where(is_key, key_head_stride, query_head_stride)
     num_channels = 2 * num_pairs + num_rest
     if query_weight is not None:
-        of_query = _load_weights(query_weight, num_pairs, num_rest, pairs, rest, interleaved, zero_centered)
-        of_key = _load_weights(key_weight, num_pairs, num_rest, pairs, rest, interleaved, zero_centered)
-        query_first = tl.zeros([heads, pairs], dtype=tl.float32)
-        query_second, key_first, key_second = query_first, query_first, query_first
-        if rest > 0:
-            query_passed = tl.zeros([heads, rest], dtype=tl.float32)
-            key_passed = query_passed
+        weight = tl.where(is_key, key_weight, query_weight)
+        w_first, w_second, w_passed = _load_weight(weight, num_pairs, num_rest, pairs, rest, interleaved, zero_centered)
+        sum_first = tl.zeros([heads, pairs], dtype=tl.float32)
+        sum_second = sum_first
+        sum_passed = tl.zeros([heads, rest if rest > 0 else 1], dtype=tl.float32)
     for tile in tl.range(0, num_tiles, num_stages=stages):
-        head = (tl.program_id(0) * num_tiles + tile) * heads + tl.arange(0, heads)
-        slot, group = head % slots, head // slots
-        token = group // groups
-        position, batch = (token // num_batch).to(tl.int64), (token % num_batch).to(tl.int64)
-        group = (group % groups).to(tl.int64)
-        mask = head < num_slots
-        is_query, is_key = (slot < slots - 2)[:, None], (slot == slots - 2)[:, None]
-        is_value = (slot == slots - 1)[:, None]
-        at_query = position * query_position_stride + batch * query_batch_stride
-        at_key = position * key_position_stride + batch * key_batch_stride + group * key_head_stride
-        at_value = position * value_position_stride + batch * value_batch_stride + group * value_head_stride
-        source = tl.where(
-            slot < slots - 2,
-            grad_query + at_query + (group * (slots - 2) + slot) * query_head_stride,
-            tl.where(slot == slots - 2, grad_key + at_key, grad_value + at_value),
-        )
-        target = grad_mixed + head.to(tl.int64) * num_channels
-        raw_first, raw_second = load_pairs(source, mask, num_pairs, pairs, interleaved)
-        first, second = turn(raw_first, raw_second, cos, sin, position, mask, num_pairs, pairs, interleaved, True)
-        if rest > 0:
-            raw_passed = _load_rest(source, mask, num_pairs, num_rest, rest)
-            passed = raw_passed
+        head = (begin + tile) * heads + tl.arange(0, heads)
+        group = tl.where(is_key, head, head // (slots - 2))
+        slot = tl.where(is_key, slots - 2, head % (slots - 2))
+        token, mask = group // groups, group < num_groups
+        position, batch = token // num_batch, token % num_batch
+        of_token = tl.where(is_key, group % groups, (group % groups) * (slots - 2) + slot).to(tl.int64)
+        source = grad + position.to(tl.int64) * position_stride + batch.to(tl.int64) * batch_stride
+        source += of_token * head_stride
+        first, second, passed = _load_head(source, mask, num_pairs, num_rest, pairs, rest, interleaved)
+        place = (group.to(tl.int64) * slots + slot) * num_channels
         if query_weight is not None:
-            is_normed = mask & (slot < slots - 1)
-            place = mixed + head.to(tl.int64) * num_channels
-            x_first, x_second = load_pairs(place, is_normed, num_pairs, pairs, interleaved)
-            if rest > 0:
-                x_passed = _load_rest(place, is_normed, num_pairs, num_rest, rest)
-            else:
-                x_passed = x_first
-            inverse = _inverse_root(x_first, x_second, x_passed, eps, num_channels, rest)
-            inverse = tl.where(is_normed[:, None], inverse, 0.0)
-            x_first *= inverse
-            x_second *= inverse
-            query_first += tl.where(is_query, first * x_first, 0.0)
-            query_second += tl.where(is_query, second * x_second, 0.0)
-            key_first += tl.where(is_key, first * x_first, 0.0)
-            key_second += tl.where(is_key, second * x_second, 0.0)
-            first *= tl.where(is_key, of_key[0], of_query[0])
-            second *= tl.where(is_key, of_key[1], of_query[1])
-            along = tl.sum(first * x_first + second * x_second, axis=1)
-            if rest > 0:
-                x_passed *= inverse
-                query_passed += tl.where(is_query, passed * x_passed, 0.0)
-                key_passed += tl.where(is_key, passed * x_passed, 0.0)
-                passed *= tl.where(is_key, of_key[2], of_query[2])
-                along += tl.sum(passed * x_passed, axis=1)
-                passed = (passed - x_passed * (along / num_channels)[:, None]) * inverse
-            first = (first - x_first * (along / num_channels)[:, None]) * inverse
-            second = (second - x_second * (along / num_channels)[:, None]) * inverse
-        first, second = tl.where(is_value, raw_first, first), tl.where(is_value, raw_second, second)
-        store_pairs(target, first, second, mask, num_pairs, pairs, interleaved, interpreted)
-        if rest > 0:
-            passed = tl.where(is_value, raw_passed, passed)
-            _store_rest(target, passed, mask, num_pairs, num_rest, rest, interpreted)
+            x_first, x_second, x_passed = _load_head(mixed + place, mask, num_pairs, num_rest, pairs, rest, interleaved)
+        first, second = turn(first, second, cos, sin, position, mask, num_pairs, pairs, interleaved, True)
+        if query_weight is not None:
+            inverse = _inverse_root(x_first, x_second, x_passed, eps, num_channels)
+            inverse = tl.where(mask[:, None], inverse, 0.0)
+            x_first, x_second, x_passed = x_first * inverse, x_second * inverse, x_passed * inverse
+            sum_first += first * x_first
+            sum_second += second * x_second
+            sum_passed += passed * x_passed
+            first, second, passed = first * w_first, second * w_second, passed * w_passed
+            along = tl.sum(first * x_first + second * x_second, axis=1) + tl.sum(passed * x_passed, axis=1)
+            along = (along / num_channels)[:, None]
+            first = (first - x_first * along) * inverse
+            second = (second - x_second * along) * inverse
+            passed = (passed - x_passed * along) * inverse
+        _store_head(
+            grad_mixed + place, first, second, passed, mask, num_pairs, num_rest, pairs, rest, interleaved, interpreted
+        )
+    if is_key:
+        for tile in tl.range(0, num_tiles, num_stages=stages):
+            group = (begin + tile) * heads + tl.arange(0, heads)
+            token, mask = group // groups, group < num_groups
+            source = grad_value + (token // num_batch).to(tl.int64) * value_position_stride
+            source += (token % num_batch).to(tl.int64) * value_batch_stride
+            source += (group % groups).to(tl.int64) * value_head_stride
+            first, second, passed = _load_head(source, mask, num_pairs, num_rest, pairs, rest, interleaved)
+            target = grad_mixed + (group.to(tl.int64) * slots + (slots - 1)) * num_channels
+            _store_head(target, first, second, passed, mask, num_pairs, num_rest, pairs, rest, interleaved, interpreted)
     if query_weight is not None:
-        one, always = tl.arange(0, 1), tl.arange(0, 1) < 1
-        at_query = sums + (2 * tl.program_id(0) + one) * num_channels
-        at_key = at_query + num_channels
-        query_first, query_second = tl.sum(query_first, axis=0)[None, :], tl.sum(query_second, axis=0)[None, :]
-        key_first, key_second = tl.sum(key_first, axis=0)[None, :], tl.sum(key_second, axis=0)[None, :]
-        store_pairs(at_query, query_first, query_second, always, num_pairs, pairs, interleaved, interpreted)
-        store_pairs(at_key, key_first, key_second, always, num_pairs, pairs, interleaved, interpreted)
-        if rest > 0:
-            query_passed, key_passed = tl.sum(query_passed, axis=0)[None, :], tl.sum(key_passed, axis=0)[None, :]
-            _store_rest(at_query, query_passed, always, num_pairs, num_rest, rest, interpreted)
-            _store_rest(at_key, key_passed, always, num_pairs, num_rest, rest, interpreted)
+        one = tl.arange(0, 1)
+        first, second = tl.sum(sum_first, axis=0)[None, :], tl.sum(sum_second, axis=0)[None, :]
+        passed = tl.sum(sum_passed, axis=0)[None, :]
+        target = sums + (tl.program_id(0) + one) * num_channels
+        _store_head(target, first, second, passed, one < 1, num_pairs, num_rest, pairs, rest, interleaved, interpreted)
