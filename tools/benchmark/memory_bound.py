@@ -159,7 +159,7 @@ def norm_rows(is_swept: bool) -> Iterator[Row]:
     rule = NormRule(1e-6)
     _, total, scales = norm_forward(x, residual, weight, rule)
     yield Row("norm forward", lambda: norm_forward(x, residual, weight, rule), 4 * x.nbytes, "kernel")
-    programs = (256, 512, 1024, 2048) if is_swept else (fused_rms_norm.MAX_PROGRAMS,)
+    programs = (512, 640, 1024, 2048) if is_swept else (fused_rms_norm.MAX_PROGRAMS,)
     for number in programs:
         fused_rms_norm.MAX_PROGRAMS = number
         note = f"kernel, {number} programs"

@@ -26,8 +26,8 @@ from megatron.core.optional_deps import tl, triton_jit
 MAX_WIDTH = 16384
 TILE = 2048
 """Elements of the table [rows, h] that a program holds, if a row is not longer."""
-MAX_PROGRAMS = 1024
-"""Programs of backward, each of which leaves one partial sum of the weight's gradient."""
+MAX_PROGRAMS = 640
+"""Programs of backward, each of which leaves one partial sum of the weight's gradient; an H200 holds about as many."""
 
 
 @dataclass(frozen=True)
