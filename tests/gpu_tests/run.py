@@ -50,6 +50,7 @@ SYMM_MEM_GPUS = "tests/gpu_tests/test_symm_mem_two_gpus.py"
 PERMUTE = "tests/gpu_tests/test_permute.py"
 ELEMENTWISE = "tests/gpu_tests/test_elementwise.py"
 FP8 = "tests/gpu_tests/test_fp8.py"
+FP8_STEPS = "tests/gpu_tests/test_fp8_steps.py"
 DISPATCH = "tests/gpu_tests/test_dispatch_benchmark.py"
 OVERLAP = "tests/gpu_tests/test_overlap.py"
 OVERLAP_RUNS = "tests/gpu_tests/test_overlap_runs.py"
@@ -93,6 +94,7 @@ OWN_PARTS = (
     FUSED_ROUTER,
     FUSED_NORM,
     FP8,
+    FP8_STEPS,
     ENGINE,
 )
 """Files that `unit` leaves to parts of their own."""
@@ -117,9 +119,14 @@ PARTS = (
     Part("elementwise", (ELEMENTWISE, "-k", "not swept"), 60),
     Part("elementwise-sweep", (ELEMENTWISE, "-k", "swept"), 90),
     Part("fp8", (FP8, "-k", "not benchmark"), 120),
-    Part("fp8-quantise", (FP8, "-k", "benchmark_times"), 90),
+    Part("fp8-memory", (FP8_STEPS, "-k", "in_flight or pool_of"), 60),
+    Part("fp8-steps", (FP8_STEPS, "-k", "eager_ones"), 120),
+    Part("fp8-quantise", (FP8, "-k", "benchmark_times and quantise"), 60),
+    Part("fp8-casts", (FP8, "-k", "benchmark_times and casts"), 60),
+    Part("fp8-few-rows", (FP8, "-k", "for_few_rows"), 60),
+    Part("fp8-bits", (FP8, "-k", "have_the_bits or has_the_bits"), 60),
     Part("fp8-speed", (FP8, "-k", "benchmark_prints"), 120),
-    Part("fp8-sweep", (FP8, "-k", "benchmark_sweeps"), 120),
+    Part("fp8-sweep", (FP8, "-k", "benchmark_sweeps and not few"), 120),
     Part("te", (ENGINE, "-k", "not captured"), 120),
     Part("te-graph", (ENGINE, "-k", "captured"), 90),
     Part("symm-mem", (SYMM_MEM, "-k", "not rounds and not definition"), 120),

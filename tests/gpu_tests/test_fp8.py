@@ -270,5 +270,10 @@ def test_benchmark_times_quantisers(what):
     assert benchmark.main(["--what", what, *FOLDER]) == 0
 
 
+def test_benchmark_sweeps_cuts_for_few_rows():
+    words = ["--what", "sweep", "--shapes", "A fc1 one GPU", "--recipes", "rowwise"]
+    assert benchmark.main([*words, *FOLDER]) == 0
+
+
 def test_benchmark_sweeps_cuts():
     assert benchmark.main(["--what", "sweep", *FOLDER]) == 0

@@ -8,7 +8,8 @@ Which kernel runs on a GPU:
 
     matmul            torch's; ours for blocks with e5m2 or of sizes that torch's does not take (whole blocks along the
                       sum, and of a weight four at a time)
-    grouped_matmul    torch's for e4m3 with scales of tensors or rows; ours for e5m2 and for blocks
+    grouped_matmul    torch's for e4m3 with scales of tensors or rows; ours for e5m2, for blocks, and in precise
+                      accumulation for experts with few rows, where torch's takes longer
     add_grouped_wgrad ours: it adds in fp32
 
 Fast accumulation leaves partial sums in the tensor core, with fewer bits than fp32; precise accumulation moves them
@@ -24,10 +25,12 @@ from itertools import pairwise
 
 import torch
 
+from megatron.core import step_guard
 from megatron.core.fp8.quantize import Quantized
 from megatron.core.fusions.fp8_grouped_gemm import STRIP, ScaledCodes, grouped_rows_product, grouped_wgrad_product
 
 _PIECE = 16  # kernels take sums in multiples of this
+_FEW_ROWS = 2048  # of an expert, on average
 _BLOCKS_TOGETHER = 4  # torch's kernel reads the scales of a weight's blocks in fours
 
 
@@ -52,8 +55,9 @@ def grouped_matmul(
     has_strips = rows.block is not None
     left = with_spread_scale(rows, len(rows.codes), 1)
     right = with_spread_scale(weights, *weights.codes.shape[:2], 1)
-    dtypes = {rows.codes.dtype, weights.codes.dtype}
-    if has_strips or dtypes != {torch.float8_e4m3fn} or out_dtype != torch.bfloat16:
+    fits_torch = {rows.codes.dtype, weights.codes.dtype} == {torch.float8_e4m3fn} and out_dtype == torch.bfloat16
+    has_few_rows = len(rows.codes) < _FEW_ROWS * len(weights.codes)
+    if has_strips or not fits_torch or (has_few_rows and not is_fast):
         return grouped_rows_product(left, right, ends, out_dtype, has_strips=has_strips, is_fast=is_fast)
     return torch._scaled_grouped_mm(
         left.codes,
@@ -72,9 +76,7 @@ def add_grouped_wgrad(main_grad: torch.Tensor, grad: Quantized, rows: Quantized,
     Host: on a GPU no synchronisation.
     """
     if not grad.codes.is_cuda:
-        for expert, begin, end in _groups(ends):
-            left, right = (_columns(part, expert, begin, end) for part in (grad, rows))
-            main_grad[expert].add_(left @ right.t())
+        _add_wgrad_in_fp32(main_grad, grad, rows, ends)
         return
     has_strips = grad.block is not None
     left, right = (with_spread_scale(part, len(main_grad), len(part.codes)) for part in (grad, rows))
@@ -90,12 +92,37 @@ def with_spread_scale(operand: Quantized, *shape: int) -> ScaledCodes:
 
 
 def _grouped_in_fp32(rows: Quantized, weights: Quantized, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """`grouped_matmul` on any device: codes [R, K], [n, N, K] -> [R, N]. Host: reads the ends int [n]."""
+    """`grouped_matmul` on any device: codes [R, K], [n, N, K] -> [R, N].
+
+    Host: reads the ends int [n], but for a step that must not (`step_guard`).
+    """
     wide, wide_weights = rows.dequantize(), weights.dequantize()
+    if step_guard.active() is not None:
+        return torch._grouped_mm(wide, wide_weights.transpose(1, 2), offs=ends).to(out_dtype)
     out = wide.new_zeros(wide.shape[0], wide_weights.shape[1])
     for expert, begin, end in _groups(ends):
         out[begin:end] = wide[begin:end] @ wide_weights[expert].t()
     return out.to(out_dtype)
+
+
+def _add_wgrad_in_fp32(main_grad: torch.Tensor, grad: Quantized, rows: Quantized, ends: torch.Tensor) -> None:
+    """`add_grouped_wgrad` on any device: codes [N, R] and [K, R] into [n, N, K]. Host: as `_grouped_in_fp32`."""
+    if step_guard.active() is not None:
+        left, right = (_all_columns(part, ends) for part in (grad, rows))
+        main_grad.add_(torch._grouped_mm(left, right.t(), offs=ends))
+        return
+    for expert, begin, end in _groups(ends):
+        left, right = (_columns(part, expert, begin, end) for part in (grad, rows))
+        main_grad[expert].add_(left @ right.t())
+
+
+def _all_columns(operand: Quantized, ends: torch.Tensor) -> torch.Tensor:
+    """Values fp32 [C, R] of codes whose columns belong to experts that end at int [n]."""
+    if operand.block is not None or operand.scale.dim() == 0:
+        return operand.dequantize()
+    columns = torch.arange(operand.codes.shape[1], device=ends.device, dtype=ends.dtype)
+    owner = torch.searchsorted(ends, columns, right=True).clamp(max=len(ends) - 1)
+    return operand.codes.float() * operand.scale.index_select(0, owner).t()
 
 
 def _columns(operand: Quantized, expert: int, begin: int, end: int) -> torch.Tensor:

@@ -11,10 +11,13 @@ import torch
 from megatron.core.fp8.quantize import AmaxHistory, Operand, Quantized, max_code
 from megatron.core.fp8.recipes import Fp8RecipeSpec, Scaling
 from megatron.core.fusions.fp8_amax import line_amaxes, line_factors, matrix_amax
-from megatron.core.fusions.fp8_quantize import BLOCK, Given, Mode, cast
+from megatron.core.fusions.fp8_quantize import BLOCK, Codes, Given, Mode, cast
 
 ACTIVATION_MODES = {Scaling.TENSOR: Mode.MATRIX, Scaling.ROW: Mode.LINES, Scaling.BLOCK: Mode.STRIPS}
 WEIGHT_MODES = {Scaling.TENSOR: Mode.MATRIX, Scaling.ROW: Mode.LINES, Scaling.BLOCK: Mode.SQUARES}
+_TURNED_LATER = 4
+"""Bytes of an element whose codes by column are not made by the kernel: compiled for fp32 it puts them in wrong places
+(Triton 3.6; right in the interpreter)."""
 BLOCKS = {Mode.MATRIX: None, Mode.LINES: None, Mode.STRIPS: (1, BLOCK), Mode.SQUARES: (BLOCK, BLOCK)}
 
 
@@ -64,11 +67,21 @@ def _quantize(
         given = _given_matrices(values, history, ends)
     elif mode is Mode.LINES:
         given, scales = _given_lines(values, dtype, ends, by_row, by_column)
-    codes = cast(values, dtype, mode, given, ends, by_row=by_row, by_column=by_column)
+    turns = mode is Mode.MATRIX and by_column and values.element_size() == _TURNED_LATER
+    codes = cast(values, dtype, mode, given, ends, by_row=by_row or turns, by_column=by_column and not turns)
+    if turns:
+        codes = _turned(codes, by_row)
     made = codes.row_scale, codes.column_scale
     row_scale, column_scale = (lines if one is None else one for one, lines in zip(made, scales, strict=True))
     rows = _line_up(codes.rows, row_scale, mode, is_one)
     return Operand(rows, _line_up(codes.columns, column_scale, mode, is_one))
+
+
+def _turned(codes: Codes, by_row: bool) -> Codes:
+    """Add the transpose of codes fp8 [m, R, C], whose scales serve both orientations; drop themselves if not wanted."""
+    assert codes.rows is not None, "codes to be turned"
+    columns = codes.rows.view(torch.uint8).transpose(1, 2).contiguous().view(codes.rows.dtype)
+    return Codes(codes.rows if by_row else None, columns, codes.row_scale, codes.row_scale)
 
 
 def _given_matrices(values: torch.Tensor, history: AmaxHistory | None, ends: torch.Tensor | None) -> Given:

@@ -67,14 +67,17 @@ class Fp8LayerState(torch.nn.Module):
             self._weight = quantize_weight(matrix, self.setup.recipe, FORWARD_DTYPE, self.history(WEIGHT))
         return self._weight
 
-    def history(self, operand: int) -> AmaxHistory | None:
-        """What delayed scaling knows of an operand; None for recipes without a history."""
+    def history(self, operand: int, is_noted: bool = True) -> AmaxHistory | None:
+        """What delayed scaling knows of an operand; None for recipes without a history.
+
+        An evaluation leaves its amaxes unnoted: they are no part of a step.
+        """
         if self.amax_history is None:
             return None
         assert self.step_amax is not None, "a history without a place for the step's amax"
         seen = self.amax_history[:, operand]
         past = seen.amax() if self.setup.takes_largest else seen[0]
-        return AmaxHistory(past, self.step_amax[operand], self.setup.margin)
+        return AmaxHistory(past, self.step_amax[operand] if is_noted else None, self.setup.margin)
 
     def step_amaxes(self) -> torch.Tensor | None:
         """Amaxes of this step fp32 [3], for the maximum over the ranks; None without a history."""

@@ -81,7 +81,7 @@ def fp8_linear(
     Memory: keeps codes of input and weight; the input itself only without `quantizes_wgrad`.
     """
     rows = input_.reshape(-1, input_.shape[-1])
-    output = _Fp8Linear.apply(WgradSink([weight], fuses_wgrad), state, rows, None, weight)
+    output = _Fp8Linear.apply(WgradSink([weight], fuses_wgrad), state, torch.is_grad_enabled(), rows, None, weight)
     return output.view(*input_.shape[:-1], weight.shape[0])
 
 
@@ -93,7 +93,7 @@ def fp8_grouped_linear(
     fuses_wgrad: bool = True,
 ) -> torch.Tensor:
     """Multiply each expert's rows by its weight in FP8: rows [R, i], n weights [o, i], ends int [n] -> [R, o]."""
-    return _Fp8Linear.apply(WgradSink(weights, fuses_wgrad), state, rows, ends, *weights)
+    return _Fp8Linear.apply(WgradSink(weights, fuses_wgrad), state, torch.is_grad_enabled(), rows, ends, *weights)
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -102,14 +102,15 @@ class _Fp8Linear(torch.autograd.Function):
         ctx: Any,
         sink: WgradSink,
         state: Fp8LayerState,
+        has_backward: bool,
         rows: torch.Tensor,
         ends: torch.Tensor | None,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         recipe = state.setup.recipe
-        needs_wgrad = any(ctx.needs_input_grad[4:])
+        needs_wgrad = has_backward and any(ctx.needs_input_grad[5:])
         saves_codes = needs_wgrad and state.setup.quantizes_wgrad
-        history = state.history(INPUT)
+        history = state.history(INPUT, has_backward)
         inputs = quantize_activation(rows, recipe, FORWARD_DTYPE, ends, history, by_column=saves_codes)
         matrix = state.weight(weights, is_grouped=ends is not None)
         ctx.sink, ctx.state, ctx.dtype = sink, state, rows.dtype
@@ -122,25 +123,25 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
         ends, weight_codes, weight_scale, row_codes, row_scale, rows = ctx.saved_tensors
-        setup, needed = ctx.state.setup, ctx.needs_input_grad[4:]
+        setup, needed = ctx.state.setup, ctx.needs_input_grad[5:]
         history = ctx.state.history(GRADIENT)
         uses_codes = any(needed) and setup.quantizes_wgrad
         outputs = quantize_activation(grad, setup.recipe, setup.gradient_dtype, ends, history, by_column=uses_codes)
         grad_rows = None
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[3]:
             matrix = Quantized(weight_codes, weight_scale, setup.recipe.weight_block)
             grad_rows = _product(outputs.by_row, matrix, ends, ctx.dtype)
         if not any(needed):
-            return None, None, grad_rows, None, *[None] * len(needed)
+            return None, None, None, grad_rows, None, *[None] * len(needed)
         if not uses_codes:
             product = DenseWgrad(grad, rows) if ends is None else GroupedWgrad(grad, rows, ends)
-            return None, None, grad_rows, None, *ctx.sink.take(product)
+            return None, None, None, grad_rows, None, *ctx.sink.take(product)
         kept = Quantized(row_codes, row_scale, setup.recipe.activation_block)
         if ends is None:
             product = Fp8Wgrad(outputs.by_column, kept, ctx.dtype)
         else:
             product = Fp8GroupedWgrad(outputs.by_column, kept, ends, ctx.dtype)
-        return None, None, grad_rows, None, *ctx.sink.take(product)
+        return None, None, None, grad_rows, None, *ctx.sink.take(product)
 
 
 def _product(

@@ -104,7 +104,8 @@ def factor_from_history(
 ) -> torch.Tensor:
     """Factor fp32 [] of delayed scaling for values [R, C] or [n, N, C], ends int [n] or None; notes their amax."""
     amax = plain_amax(values, ends)
-    history.noted.copy_(torch.maximum(history.noted, amax))
+    if history.noted is not None:
+        history.noted.copy_(torch.maximum(history.noted, amax))
     return factor_of(torch.where(history.past > 0, history.past, amax), dtype, history.margin)
 
 

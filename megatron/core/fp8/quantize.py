@@ -68,13 +68,13 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class AmaxHistory:
-    """What delayed scaling knows of one operand. A quantisation with it raises `noted` to the amax of its values."""
+    """What delayed scaling knows of one operand."""
 
     past: torch.Tensor
     """fp32 [], the amax that the factor comes from; 0 if none is known: then it is that of the values."""
 
-    noted: torch.Tensor
-    """fp32 [], largest amax of this step."""
+    noted: torch.Tensor | None
+    """fp32 [], largest amax of this step: a quantisation raises it to the amax of its values. None: it does not."""
 
     margin: int = 0
     """2^margin of the range is left unused."""
