@@ -117,6 +117,20 @@ def choose_kernels(args: argparse.Namespace) -> None:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
+def check_rendezvous() -> None:
+    """Refuse half of what a launcher sets.
+
+    Raises: ConfigError that names the missing variables.
+    """
+    known = {"MASTER_ADDR": env.master_addr(), "MASTER_PORT": env.master_port()}
+    missing = [name for name, value in known.items() if value is None]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE={env.world_size()} with {', '.join(missing)} unset: ranks would not find each other; start "
+            "with torchrun, which sets all of them, or unset WORLD_SIZE for a run of one process."
+        )
+
+
 def init_distributed(args: argparse.Namespace, device: torch.device) -> None:
     """Join the world of the launcher, or make one of a single process, then build all model-parallel groups."""
     if device.type == "cpu":
@@ -129,6 +143,7 @@ def init_distributed(args: argparse.Namespace, device: torch.device) -> None:
     if env.world_size() is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
+        check_rendezvous()
         dist.init_process_group(backend, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,

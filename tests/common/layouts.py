@@ -249,7 +249,8 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
         torch.zeros(2, dtype=torch.float64), {}, {}, None, {}, {layer: {} for layer in routers}, {}, [], counters
     )
     with ExitStack() as stack:
-        forced = [stack.enter_context(forced_routing(model, plan)) for model in models] if plan is not None else []
+        routed = [model for model in models if any(isinstance(m, TopKRouter) for m in model.modules())]
+        forced = [stack.enter_context(forced_routing(model, plan)) for model in routed] if plan is not None else []
         for step in range(steps):
             blocks = blocks_of_rank(batch, layout)
             ids = [shard_token_ids(block, batch.tokens.shape[1], layout) for block in blocks]

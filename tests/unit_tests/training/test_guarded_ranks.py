@@ -101,6 +101,9 @@ LAYOUTS = {
     "tensor parallel": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 1 "
     "--expert-tensor-parallel-size 1",
     "context parallel": "--context-parallel-size 2",
+    "context parallel, all keys": "--context-parallel-size 2 --cp-comm-type all_gather",
+    "context parallel, all heads": "--context-parallel-size 2 --cp-comm-type a2a",
+    "context parallel, masks": "--context-parallel-size 2 --reset-attention-mask --reset-position-ids --eod-mask-loss",
 }
 
 

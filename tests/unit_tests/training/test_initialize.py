@@ -14,7 +14,13 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import global_vars, initialize
 from megatron.training.arguments import parse_args
-from megatron.training.initialize import derive_lengths, initialize_megatron, shut_down, warn_about_queues
+from megatron.training.initialize import (
+    check_rendezvous,
+    derive_lengths,
+    initialize_megatron,
+    shut_down,
+    warn_about_queues,
+)
 
 FLAGS = (
     "--device cpu --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 4 --max-position-embeddings 4 "
@@ -112,3 +118,13 @@ def test_one_queue_for_all_streams_is_warned_about(connections, device, is_on, w
     args = argparse.Namespace(overlap_moe_expert_parallel_comm=is_on)
     warn_about_queues(args, torch.device(device))
     assert ("CUDA_DEVICE_MAX_CONNECTIONS=1 with" in caplog.text) == warns
+
+
+def test_half_of_what_a_launcher_sets_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 with MASTER_PORT unset: .*; start with torchrun"):
+        check_rendezvous()
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    check_rendezvous()

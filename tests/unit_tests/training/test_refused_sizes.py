@@ -24,6 +24,8 @@ CP = "--context-parallel-size"
 EP = "--expert-model-parallel-size"
 ETP = "--expert-tensor-parallel-size"
 SP = "--sequence-parallel"
+PP = "--pipeline-model-parallel-size"
+VPP = "--num-virtual-stages-per-pipeline-rank"
 REFUSED = {
     "world_dense": (6, f"{TP} 2 {CP} 2", "world_size=6 with tensor_model_parallel_size=2", "TP * PP * CP"),
     "world_expert": (6, f"{MOE} {EP} 4", "world_size=6 with expert_tensor_parallel_size=1", f"change {EP}"),
@@ -76,6 +78,55 @@ REFUSED = {
         "attention_backend='flash' with params_dtype=torch.float32: the kernel is for bf16 and fp16",
         "add --bf16",
     ),
+    "world_pp": (
+        3,
+        f"{PP} 2",
+        "world_size=3 with tensor_model_parallel_size=1, pipeline_model_parallel_size=2",
+        "TP * PP",
+    ),
+    "stages": (4, f"{PP} 4", "num_layers=2 with pipeline_model_parallel_size=4", f"set --num-layers 4, or {PP} 2"),
+    "uneven_stages": (
+        4,
+        f"{PP} 4 --num-layers 6",
+        "6 layers do not divide into 4 equal stages",
+        "set --num-layers 4 or 8, or --pipeline-model-parallel-layout 'Ett|tt|t|tL'",
+    ),
+    "chunks": (
+        2,
+        f"{PP} 2 {VPP} 2 --global-batch-size 4 --num-layers 6",
+        "num_layers=6 with pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2",
+        f"set --num-layers 4 or 8, or --pipeline-model-parallel-layout 'Ett|tt|t|tL' instead of {VPP}",
+    ),
+    "layers_of_a_chunk": (
+        2,
+        f"{PP} 2 --num-layers-per-virtual-pipeline-stage 3 --global-batch-size 4 --num-layers 4",
+        "4 layers cannot be dealt out in chunks of 3",
+        "set --num-layers 6, or --pipeline-model-parallel-layout 'Ett|ttL'",
+    ),
+    "chunks_of_one_stage": (
+        1,
+        f"{VPP} 2",
+        "virtual_pipeline_model_parallel_size=2 with pipeline_model_parallel_size=1",
+        f"raise {PP}",
+    ),
+    "last_group": (
+        2,
+        f"{PP} 2 {VPP} 2 --num-layers 4 --global-batch-size 6",
+        "the last group has 1 microbatches",
+        "use 2 or 4 microbatches",
+    ),
+    "layout": (
+        2,
+        f"{PP} 2 --pipeline-model-parallel-layout Et|t|tL --num-layers 3",
+        "it has 3 stages, no multiple of the 2 ranks",
+        "use for instance 'Ett|tL'",
+    ),
+    "first_stage": (
+        3,
+        f"{PP} 3 --decoder-first-pipeline-num-layers 3 --num-layers 6",
+        "num_layers_in_first_pipeline_stage=3 with num_layers=6",
+        "use --pipeline-model-parallel-layout 'Ett|tt|ttL'",
+    ),
     "batch_dp": (2, "--global-batch-size 6", "global_batch_size=6", "--global-batch-size"),
 }
 
@@ -101,6 +152,7 @@ def test_sizes_that_do_not_divide_are_refused_on_one_rank_within_a_second(case, 
     assert code != 0
     assert "ConfigError" in text
     assert any(subject in line and "; " in line and remedy in line for line in text.splitlines()), text
+    assert "Traceback" not in text
     assert not dist.is_initialized()
     assert not parallel_state.model_parallel_is_initialized()
     assert seconds < 1.0
