@@ -263,6 +263,8 @@ NATIVE_CASES = [
     large(tokens=(1000, 1000), budget=1500, experts=8, topk=2, width=384, multiple=16),
     large(tokens=(1000, 900), budget=6000, experts=8, topk=2, width=384, multiple=16),
     large(tokens=(64, 64), experts=32, topk=64, width=128),
+]
+NATIVE_PACKED_CASES = [
     large(tokens=(1, 3, 63, 0), experts=2, topk=3, width=8, is_packed=True),
     large(tokens=(700, 900), experts=3, topk=5, width=136, dtype="fp32", multiple=32, is_packed=True),
     large(tokens=(700, 900, 0, 1300), experts=16, topk=6, width=1536, dtype="fp16", is_strided=True, is_packed=True),

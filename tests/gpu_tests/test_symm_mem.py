@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem import SymmMemEngine
-from tests.common.symm_mem_cases import NATIVE_CASES, Case, Ranks, large, run_case
+from tests.common.symm_mem_cases import NATIVE_CASES, NATIVE_PACKED_CASES, Case, Ranks, large, run_case
 from tests.common.symm_mem_rounds import Rounds
 from tests.gpu_tests.test_moe_layer import build_layer, run_layer
 
@@ -59,6 +59,12 @@ def pass_through(ranks, case, ids, hidden, probs, rows, row_probs):
 
 @pytest.mark.parametrize("case", NATIVE_CASES, ids=lambda case: case.name)
 def test_exchange_equals_its_definition_bit_for_bit(case):
+    torch.cuda.empty_cache()
+    assert run_case(case, "cuda") == []
+
+
+@pytest.mark.parametrize("case", NATIVE_PACKED_CASES, ids=lambda case: case.name)
+def test_packed_rows_equal_their_definition_bit_for_bit(case):
     torch.cuda.empty_cache()
     assert run_case(case, "cuda") == []
 

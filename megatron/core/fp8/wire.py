@@ -21,7 +21,7 @@ _SCALE_BYTES, _ALIGNMENT = 4, 8
 def pack_rows(rows: torch.Tensor) -> torch.Tensor:
     """Quantise rows [T, h] -> [T, w] of the same dtype, to be copied and nothing else. Host: no synchronisation."""
     quantized = quantize_activation(rows, WIRE, FORWARD_DTYPE, by_column=False).by_row
-    scales = quantized.scale.contiguous().view(torch.uint8)
+    scales = quantized.scale.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # kernels turn them
     codes = quantized.codes.view(torch.uint8)
     filling = codes.new_zeros(len(rows), -(scales.shape[1] + codes.shape[1]) % _ALIGNMENT)
     return torch.cat([scales, codes, filling], dim=1).view(rows.dtype)

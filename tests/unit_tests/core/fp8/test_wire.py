@@ -1,9 +1,13 @@
 """Rows packed for the wire: error, size, and what a second quantisation does."""
 
+import dataclasses
+
 import pytest
 import torch
 
+from megatron.core.fp8 import wire
 from megatron.core.fp8.operand import quantize_activation
+from megatron.core.fp8.quantize import Operand
 from megatron.core.fp8.recipes import RECIPES
 from megatron.core.fp8.wire import pack_rows, unpack_rows
 from tests.common.fp8 import spread
@@ -37,6 +41,17 @@ def test_no_rows_are_no_rows_on_arrival():
     packed = pack_rows(torch.zeros(0, 256, dtype=torch.bfloat16))
     assert packed.shape == (0, 132)
     assert unpack_rows(packed, 256).shape == (0, 256)
+
+
+def test_scales_may_lie_strip_by_strip(monkeypatch):
+    def turned(*args, **kwargs):
+        rows = quantize_activation(*args, **kwargs).by_row
+        return Operand(dataclasses.replace(rows, scale=rows.scale.t().contiguous().t()), None)
+
+    rows = spread(7, 96, seed=1)
+    want = pack_rows(rows)
+    monkeypatch.setattr(wire, "quantize_activation", turned)
+    assert torch.equal(pack_rows(rows).view(torch.uint8), want.view(torch.uint8))
 
 
 def test_quantising_what_arrived_rounds_nothing():
