@@ -19,6 +19,7 @@ import pretrain_gpt
 from megatron.core import graph_state
 from megatron.core.deferred_wgrad import WgradQueue, deferring
 from megatron.core.enums import ModelType
+from megatron.core.extensions.transformer_engine.module import EngineLayer
 from megatron.core.extensions.transformer_engine.optimizer import EngineAdam
 from megatron.core.extensions.transformer_engine.probe import FEATURES, load_library
 from megatron.core.fp8.layer_state import GRADIENT, INPUT, WEIGHT, forget_weight_codes
@@ -29,6 +30,7 @@ from megatron.core.optional_deps import is_available
 from megatron.core.transformer import TransformerConfig
 from megatron.training.initialize import shut_down
 from megatron.training.training import pretrain
+from tests.common import overlapped_model
 from tests.common.engine_runs import local_name
 from tests.common.fake_te_signatures import TEXTS, VERSION, signature_of
 from tools.run_metrics import parse_log
@@ -258,6 +260,37 @@ def test_delayed_weight_gradients_are_the_same(kind, precision):
     assert any(not torch.equal(early[name], grad) for name, grad in found[1].items())
     differing = [name for name, grad in found[0].items() if relative(found[1][name], grad) > NO_ROUNDING_OF_SUMS]
     assert differing == []
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_hiding_an_exchange_and_delaying_weight_gradients_change_no_bit(monkeypatch, precision):
+    def deferrable(config):
+        config.delay_wgrad_compute = True
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+
+    deferred, run_deferred = [], EngineLayer._run_deferred
+    monkeypatch.setattr(EngineLayer, "_run_deferred", lambda layer: (deferred.append(layer), run_deferred(layer)))
+    monkeypatch.setattr(overlapped_model, "get_gpt_decoder_block_spec", deferrable)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        sizes = {"hidden_size": 256, "ffn_hidden_size": 256, "num_attention_heads": 4, "bf16": True}
+        sizes |= PRECISIONS[precision]
+        model = overlapped_model.overlapped_model(is_shuffled=True, device=DEVICE, **sizes)
+        found = []
+        for overlap, delays in ((False, False), (False, False), (True, False), (True, True)):
+            give_main_grads(model)
+            assert not deferred, "a weight gradient was put off unasked"
+            overlapped_model.run_step(model, overlapped_model.make_batches([64, 32, 64], DEVICE), overlap, delays)
+            pairs = {name: (param.main_grad, param.grad) for name, param in model.named_parameters()}
+            found.append({name: (a if b is None else a + b).clone() for name, (a, b) in pairs.items()})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(deferred) == 3 * 2 * 4  # microbatches, layers, matrices
+    plain, again, overlapped, delayed = found
+    overlapped_model.assert_equal_bits(plain, again)  # else the kernels do not repeat
+    overlapped_model.assert_equal_bits(plain, overlapped)
+    overlapped_model.assert_equal_bits(plain, delayed)
+    assert all(grad.abs().sum() > 0 for name, grad in plain.items() if "experts" in name)
 
 
 def test_times_of_experts_are_printed():
