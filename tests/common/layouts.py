@@ -9,7 +9,7 @@ The global batch is always the same samples in the same order: microbatch m of d
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -255,14 +255,14 @@ def step_job(case, layout, batch, weights, plan, steps, options) -> RankStep:
             blocks = blocks_of_rank(batch, layout)
             ids = [shard_token_ids(block, batch.tokens.shape[1], layout) for block in blocks]
             hooks = [] if step else _record_routing(routers, ids, result.routing_maps)
-            with CollectiveLog() as log:
+            with CollectiveLog() if step == 0 else nullcontext() as log:
                 work = list(zip(blocks, ids, strict=True))
                 sums = run_microbatches(chunks, batch, work, forced, layout.delays_wgrad and not layout.overlap)
                 grads = {s.name: shard_of(s.param, s.tensors["main_grad"]) for s in optimizer.whole_state()}
                 _, norm, _ = optimizer.step()
             for hook in hooks:
                 hook.remove()
-            if step == 0:
+            if log is not None:
                 result.loss_sums, result.grads, result.grad_norm, result.log = sums, grads, norm, log.records
                 logged = MoEMetrics(chunks).reduce_and_reset(len(blocks))
                 result.aux = {kind: logged[label] for kind, label in LOSS_LABELS.items() if label in logged}

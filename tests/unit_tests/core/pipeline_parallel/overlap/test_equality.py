@@ -1,6 +1,7 @@
 """The combined schedule gives the bits of the plain one: losses, gradients, weights, counters, whatever the layers are.
 
-The cells of the normal tier cover every pair of choices; `full` runs all of them, over more steps.
+The cells of the normal tier cover every pair of choices; `full` runs every model in every pipeline, over more steps.
+One run without overlap is enough for all ways to have it: neither a sharded optimizer nor recompute changes a bit.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ FORMS = {
     "one by one": {"is_grouped": False},
 }
 PIPES = {"PP1": {}, "PP2xVPP2": {"pp": 2, "vpp": 2}}
-ALL = list(itertools.product(EXPERTS, MIXES, WAYS, FORMS, PIPES))
+SWEEP = list(itertools.product(EXPERTS, MIXES, ("alltoall", "flex"), PIPES))
 # every value of one choice meets every value of each other choice, the pipelines in three more
 PAIRWISE = [
     (experts, mix, list(WAYS)[(i + j) % 3], list(FORMS)[(i + 2 * j) % 3], "PP1")
@@ -51,9 +52,9 @@ PAIRWISE = [
 ]
 
 
-def run_both(pool, cell, steps=STEPS, num_samples=6, fields=None, **changes):
-    """Off and on; `fields` are further fields of the model, `changes` of the layout."""
-    experts, mix, way, form, pipe = cell
+def run_all(pool, cell, ways, steps=STEPS, num_samples=6, fields=None, **changes):
+    """Off, and on with each of some changes of the layout; `fields` are further fields of the model."""
+    experts, mix, form, pipe = cell
     fields = {
         **(fields or {}),
         "num_moe_experts": EXPERTS[experts],
@@ -63,11 +64,18 @@ def run_both(pool, cell, steps=STEPS, num_samples=6, fields=None, **changes):
     if PIPES[pipe]:
         fields |= {"num_layers": 4, "moe_layer_freq": fields["moe_layer_freq"] * 2}
     case = make_case(**fields)
-    layout = dataclasses.replace(EP2, **FORMS[form], **WAYS[way], **PIPES[pipe], **changes)
+    layout = dataclasses.replace(EP2, **FORMS[form], **PIPES[pipe], **changes)
     weights = make_weights(case.config(Layout(dtype=layout.dtype)), case.shape, seed=3)
     batch = make_batch(num_samples)
-    off = run_step(pool, case, dataclasses.replace(layout, delays_wgrad=False), batch, weights, steps=steps)
-    on = run_step(pool, case, dataclasses.replace(layout, overlap=True), batch, weights, steps=steps)
+    off = run_step(pool, case, layout, batch, weights, steps=steps)
+    changed = [dataclasses.replace(layout, overlap=True, **way) for way in ways]
+    return off, [run_step(pool, case, on, batch, weights, steps=steps) for on in changed]
+
+
+def run_both(pool, cell, steps=STEPS, num_samples=6, fields=None, **changes):
+    """Off and on, in one way."""
+    experts, mix, way, form, pipe = cell
+    off, (on,) = run_all(pool, (experts, mix, form, pipe), [WAYS[way]], steps, num_samples, fields, **changes)
     return off, on
 
 
@@ -80,30 +88,37 @@ def assert_same_bits(off, on):
         assert not different, f"{kind} differ: {different}"
 
 
-def check_cell(pool, cell, steps):
-    num_microbatches, num_pairs = (3, 2) if cell[-1] == "PP1" else (4, 3)
-    off, on = run_both(pool, cell, steps, 2 * num_microbatches)
-    assert_same_bits(off, on)
-    assert off.counters == {}
-    num_layers = 2 if cell[1] == "all moe" else 1
-    if cell[-1] != "PP1":
+def check_counters(on, way, mix, pipe, steps):
+    """On rank 0: pairs, exchanges of its layers, weight gradients put off."""
+    num_microbatches, num_pairs = (3, 2) if pipe == "PP1" else (4, 3)
+    num_layers = 2 if mix == "all moe" else 1
+    if pipe != "PP1":
         num_layers = on.counters["stages on the comm stream"] // (4 * num_microbatches * steps)
         assert num_layers in (0, 1, 2)
     assert on.counters["pairs overlapped"] == num_pairs * steps
     assert on.counters["stages on the comm stream"] == 4 * num_microbatches * num_layers * steps
-    assert (on.counters["wgrads deferred"] > 0) == ("delayed" in cell[2])
-    assert (on.counters["wgrads behind a send"] > 0) == ("delayed" in cell[2] and cell[-1] != "PP1")
+    assert (on.counters["wgrads deferred"] > 0) == ("delayed" in way)
+    assert (on.counters["wgrads behind a send"] > 0) == ("delayed" in way and pipe != "PP1")
 
 
 @pytest.mark.parametrize("cell", PAIRWISE, ids="-".join)
 def test_overlap_changes_no_bit(pool, cell):
-    check_cell(pool, cell, STEPS)
+    _, mix, way, _, pipe = cell
+    off, on = run_both(pool, cell, STEPS, 6 if pipe == "PP1" else 8)
+    assert_same_bits(off, on)
+    assert off.counters == {}
+    check_counters(on, way, mix, pipe, STEPS)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cell", ALL, ids="-".join)
+@pytest.mark.parametrize("cell", SWEEP, ids="-".join)
 def test_overlap_changes_no_bit_over_many_steps(pool, cell):
-    check_cell(pool, cell, steps=20)
+    _, mix, _, pipe = cell
+    ways = list(WAYS) if pipe == "PP1" else ["plain", "delayed, reduced beside backward"]
+    off, ons = run_all(pool, cell, [WAYS[way] for way in ways], 20, 6 if pipe == "PP1" else 8)
+    for way, on in zip(ways, ons, strict=True):
+        assert_same_bits(off, on)
+        check_counters(on, way, mix, pipe, 20)
 
 
 FP8 = {
@@ -134,7 +149,7 @@ def test_overlap_changes_no_bit_in_fp8(pool, recipe, cell):
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5])
 def test_any_number_of_microbatches(pool, num_microbatches):
-    off, on = run_both(pool, ALL[0], steps=1, num_samples=2 * num_microbatches)
+    off, on = run_both(pool, PAIRWISE[0], steps=1, num_samples=2 * num_microbatches)
     assert_same_bits(off, on)
     assert on.counters["pairs overlapped"] == num_microbatches - 1
 
@@ -145,30 +160,30 @@ RECOMPUTE = {
     "first layer": ("block", "1"),
     "parts": ("core_attn", "layernorm", "mlp", "moe_act", "shared_experts"),
 }
-RECOMPUTED = list(itertools.product(RECOMPUTE, MIXES, ("alltoall", "flex"), PIPES))
+RECOMPUTED = list(itertools.product(MIXES, ("alltoall", "flex"), PIPES))
 
 
-def check_recomputed(pool, cell, steps):
+def check_recomputed(pool, cell, kinds, steps):
     """With dropout, so that the second pass has to draw the numbers of the first."""
-    recompute, mix, form, pipe = cell
     fields = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "moe_aux_loss_coeff": 0.01}
-    base = ("2 experts", mix, "delayed, reduced beside backward", form, pipe)
-    off, on = run_both(pool, base, steps, 8, fields=fields, recompute=RECOMPUTE[recompute])
-    assert_same_bits(off, on)
+    ways = [{**WAYS["delayed, reduced beside backward"], "recompute": RECOMPUTE[kind]} for kind in kinds]
+    off, ons = run_all(pool, ("2 experts", *cell), ways, steps, 8, fields)
     assert off.aux
-    assert (on.counters["stages recomputed"] > 0) == (recompute != "parts")
+    for kind, on in zip(kinds, ons, strict=True):
+        assert_same_bits(off, on)
+        assert (on.counters["stages recomputed"] > 0) == (kind != "parts")
 
 
 @pytest.mark.parametrize(
-    "cell",
-    [("all layers", "dense last", "alltoall", "PP1"), ("first layer", "dense first, shared", "flex", "PP1")],
-    ids="-".join,
+    ("kind", "cell"),
+    [("all layers", ("dense last", "alltoall", "PP1")), ("first layer", ("dense first, shared", "flex", "PP1"))],
+    ids=str,
 )
-def test_recompute_beside_overlap_changes_no_bit(pool, cell):
-    check_recomputed(pool, cell, steps=2)
+def test_recompute_beside_overlap_changes_no_bit(pool, kind, cell):
+    check_recomputed(pool, cell, [kind], steps=2)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("cell", RECOMPUTED, ids="-".join)
 def test_recompute_beside_overlap_changes_no_bit_in_any_mix(pool, cell):
-    check_recomputed(pool, cell, steps=3)
+    check_recomputed(pool, cell, list(RECOMPUTE), steps=3)
