@@ -8,6 +8,8 @@ import torch
 from megatron.core.configs.base import ConfigTopic, Violation, violation
 from megatron.core.configs.flag_spec import knob
 
+_PIECE = 16
+
 
 @dataclasses.dataclass(kw_only=True)
 class Fp8Config(ConfigTopic):
@@ -61,4 +63,18 @@ class Fp8Config(ConfigTopic):
         if getattr(self, "params_dtype", None) == torch.float64:
             remedy = "compute in --bf16, or drop --fp8-format"
             found.append(violation(self, "fp8 params_dtype", "FP8 products add up in fp32", remedy))
-        return found
+        return [*found, *self._odd_widths()]
+
+    def _odd_widths(self) -> list[Violation]:
+        """Widths that kernels do not take; without a GPU the same codes are multiplied in fp32, whatever the width."""
+        device = getattr(self, "device", "cpu")
+        if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+            return []
+        shards = {
+            "hidden_size": 1,
+            "ffn_hidden_size": getattr(self, "tensor_model_parallel_size", None) or 1,
+            "moe_ffn_hidden_size": getattr(self, "expert_tensor_parallel_size", None) or 1,
+        }
+        odd = [name for name, parts in shards.items() if (getattr(self, name, None) or 0) % (_PIECE * parts)]
+        remedy = "choose a multiple of 16 for each tensor-parallel rank, or drop --fp8-format"
+        return [violation(self, f"{name} fp8", "FP8 products take 16 elements at a time", remedy) for name in odd]

@@ -58,6 +58,7 @@ FAST, PRECISE = Cut(block_out=256, num_stages=3), Cut(64, 128, num_warps=4)
 LONG_STRIPS, SHORT_STRIPS = Cut(band=8), Cut(64, 128, num_warps=4)
 WGRAD_LINES, WGRAD_STRIPS = Cut(band=8), Cut(128, 64, num_warps=4, programs_per_sm=2)
 _SHORT_SUM = 2048
+_FEW_ROWS = 2048  # of an expert: a weight gradient is then added while another program's products run
 
 
 def _cut_of_rows(width: int, has_strips: bool, is_fast: bool) -> Cut:
@@ -151,7 +152,8 @@ def grouped_wgrad_product(
     if not num_rows or not main_grad.numel():
         return
     is_precise = has_strips or not is_fast
-    cut = cut or (WGRAD_STRIPS if has_strips else WGRAD_LINES)
+    has_few_rows = grad.codes.shape[1] < _FEW_ROWS * num_experts
+    cut = cut or (WGRAD_STRIPS if has_strips or has_few_rows else WGRAD_LINES)
     strides = (grad.scale.stride(1), rows.scale.stride(1)) if has_strips else (num_out, num_in)
     num_programs = cut.programs_per_sm * num_free_sms(main_grad.device)
     interpreted = is_interpreted()

@@ -21,6 +21,12 @@ SIZES = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "bf16": T
             "lower the counts",
         ),
         ({"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": -1}, "num_layers_at_start", "0 or more"),
+        (
+            {"device": "cuda", "hidden_size": 24},
+            "hidden_size=24 with fp8='e4m3': FP8 products take 16",
+            "multiple of 16",
+        ),
+        ({"device": "cuda", "ffn_hidden_size": 40}, "ffn_hidden_size=40 with fp8='e4m3': FP8", "multiple of 16"),
     ],
 )
 def test_refusals_name_field_value_and_remedy(changes, subject, remedy):
@@ -28,6 +34,10 @@ def test_refusals_name_field_value_and_remedy(changes, subject, remedy):
         TransformerConfig(**(SIZES | changes), fp8="e4m3")
     assert subject in str(raised.value)
     assert remedy in str(raised.value)
+
+
+def test_any_width_goes_without_a_gpu():
+    TransformerConfig(**(SIZES | {"device": "cpu", "hidden_size": 24}), fp8="e4m3")
 
 
 def test_choices_on_the_command_line_are_the_registry():
