@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from tests.common.captured_step import CapturedStep, plain_gradients
 from tests.common.mutants import replaced
 from tests.common.overlapped_model import MAX_LENGTH, ShadowedExperts, assert_equal_bits, make_batches, run_step
+from tests.common.stream_mutants import ALL_KEPT
 from tests.gpu_tests.test_overlap import delayed, gpu_model, memory_of_comm_overwritten
 from tests.unit_tests.core.pipeline_parallel.overlap.test_faults import (
     LENGTHS,
@@ -149,7 +150,7 @@ def test_f2_rows_of_which_bytes_were_saved_are_no_part_of_the_pool():
     """Rows bf16 [2 samples x top-2 x 512, 1024] of two layers, for each of the two microbatches in flight."""
     rows = 2 * 2 * MAX_LENGTH * WIDE["hidden_size"] * 2
     fixed, _ = captured_bytes(gpu_model(shadow=True, **WIDE), [MAX_LENGTH] * 3)
-    keeps = replaced(MoELayer, "saved_inputs", lambda self: frozenset({Stage.EXPERTS}))
+    keeps = replaced(MoELayer, "saved_inputs", lambda self: ALL_KEPT)
     undone, _ = captured_bytes(gpu_model(shadow=True, **WIDE), [MAX_LENGTH] * 3, keeps)
     print(f"in use at a time: {fixed} bytes, with the release undone {undone}; rows of a layer {rows}")
     assert undone - fixed >= 0.9 * rows

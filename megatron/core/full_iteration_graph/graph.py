@@ -49,13 +49,12 @@ class CudaRecording:
         self._outputs: torch.Tensor | None = None
 
     def record(self, call: Callable[[], torch.Tensor]) -> None:
-        """Capture `call` on the pool's stream."""
-        graph = torch.cuda.CUDAGraph()
+        """Capture `call` on the pool's stream. A graph whose capture broke is kept too: `destroy` must find it."""
+        self._graph = torch.cuda.CUDAGraph()
         for generator in self._generators:
-            graph.register_generator_state(generator)
-        with self._pool.capturing(graph):
+            self._graph.register_generator_state(generator)
+        with self._pool.capturing(self._graph):
             self._outputs = call()
-        self._graph = graph
 
     def repeat(self) -> torch.Tensor:
         """Launch the graph."""
@@ -103,7 +102,10 @@ class FullIterationGraph:
         self.num_replays = 0
 
     def capture(self) -> None:
-        """Record the step. Raises: RuntimeError with the step's own error, and what usually causes it."""
+        """Record the step. Raises: RuntimeError with the step's own error, and what usually causes it.
+
+        Whatever is raised, nothing of the graph is left.
+        """
         graph_state.register(self)
         raised: list[Exception] = []
 
@@ -117,8 +119,10 @@ class FullIterationGraph:
         try:
             with graph_state.capturing():
                 self._recording.record(call)
-        except RuntimeError as error:
+        except Exception as error:
             self.destroy()
+            if not isinstance(error, RuntimeError):
+                raise
             cause = raised[0] if raised else error
             raise RuntimeError(f"graph {self.name!r}: capture failed: {cause}{explain(str(cause))}") from cause
         self._addresses = [tensor.data_ptr() for tensor in self._watched.values()]

@@ -18,6 +18,7 @@ from tests.common.stream_runs import TINY_MOE, train
 
 STEPS = (
     "--train-iters 4 --global-batch-size 4 --cuda-graph-warmup-steps 2 --moe-router-enable-expert-bias "
+    "--attention-dropout 0.1 --hidden-dropout 0.1 "
     "--moe-router-score-function sigmoid --moe-aux-loss-coeff 0.01 --use-distributed-optimizer"
 )
 DROP_PAD = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
@@ -96,14 +97,15 @@ def test_stages_replay_every_form(pool, stages, captured_only):
     assert (counters["re-runs"] > 0) == bool(captured_only)
 
 
+CP2 = "--context-parallel-size 2 --attention-dropout 0"
 LAYOUTS = {
     "data parallel": "--expert-model-parallel-size 1 --overlap-grad-reduce --overlap-param-gather",
     "tensor parallel": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 1 "
     "--expert-tensor-parallel-size 1",
-    "context parallel": "--context-parallel-size 2",
-    "context parallel, all keys": "--context-parallel-size 2 --cp-comm-type all_gather",
-    "context parallel, all heads": "--context-parallel-size 2 --cp-comm-type a2a",
-    "context parallel, masks": "--context-parallel-size 2 --reset-attention-mask --reset-position-ids --eod-mask-loss",
+    "context parallel": CP2,
+    "context parallel, all keys": f"{CP2} --cp-comm-type all_gather",
+    "context parallel, all heads": f"{CP2} --cp-comm-type a2a",
+    "context parallel, masks": f"{CP2} --reset-attention-mask --reset-position-ids --eod-mask-loss",
 }
 
 

@@ -10,13 +10,13 @@ import pytest
 from megatron.core import graph_state, streams
 from megatron.core.pipeline_parallel.overlap.layer_plan import LayerPlan
 from megatron.core.pipeline_parallel.overlap.nodes import StageNode
-from megatron.core.pipeline_parallel.overlap.protocol import Stage
 from megatron.core.stream_check.recorder import StreamRecorder
 from megatron.core.stream_check.rules import Kind
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from tests.common.captured_step import CapturedStep, plain_gradients
 from tests.common.mutants import replaced
 from tests.common.overlapped_model import assert_equal_bits, overlapped_model
+from tests.common.stream_mutants import ALL_KEPT
 from tests.unit_tests.core.pipeline_parallel.overlap.test_faults import (
     LENGTHS,
     inputs_overwritten,
@@ -98,7 +98,7 @@ def test_f2_undone_keeps_rows_in_a_replay():
 
 
 def keeps_rows(self):
-    return frozenset({Stage.EXPERTS})
+    return ALL_KEPT
 
 
 def test_f4_undone_destroys_gradients_of_a_replay():

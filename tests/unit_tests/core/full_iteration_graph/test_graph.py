@@ -60,6 +60,25 @@ def test_broken_capture_names_the_cause_and_not_its_end():
     assert not graph_state.is_capturing()
 
 
+def test_step_that_fails_in_its_capture_leaves_no_recording():
+    class Begun(CheckedRecording):
+        is_destroyed = False
+
+        def record(self, call):
+            call()
+
+        def destroy(self):
+            self.is_destroyed = True
+
+    def body(batches):
+        raise ValueError("a step that fails")
+
+    recording = Begun()
+    with pytest.raises(ValueError, match="a step that fails"):
+        graph_of(body, recording).capture()
+    assert recording.is_destroyed
+
+
 @pytest.mark.parametrize(("words", "cause"), CAUSES)
 def test_each_usual_cause_is_explained(words, cause):
     assert explain(f"CUDA error: {words} ...").endswith(cause)
