@@ -97,7 +97,7 @@ def test_configuration_without_fp8_has_no_state():
 
 
 def test_a_gpu_without_fp8_is_refused(monkeypatch):
-    fields = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "bf16": True, "fp8": "hybrid"}
+    fields = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "bf16": True, "fp8": "hybrid"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(ConfigError, match=r"fp8_recipe='delayed': needs a GPU of compute capability 9.0, this one has"):
