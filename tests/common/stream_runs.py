@@ -114,7 +114,13 @@ def train(flags: Sequence[str], extra: Sequence[Any] = ()) -> Any:
     def provider(num_samples: Any) -> Any:
         return _Samples(8), None, None
 
-    places = {"RANK": get_rank(), "WORLD_SIZE": torch.distributed.get_world_size()}
+    # the address is not used: the group exists
+    places = {
+        "RANK": get_rank(),
+        "WORLD_SIZE": torch.distributed.get_world_size(),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 1,
+    }
     try:
         os.environ.update({name: str(value) for name, value in places.items()})
         with replaced(initialize.dist, "init_process_group", lambda *args, **kwargs: None):
