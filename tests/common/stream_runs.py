@@ -123,7 +123,10 @@ def train(flags: Sequence[str], extra: Sequence[Any] = ()) -> Any:
     }
     try:
         os.environ.update({name: str(value) for name, value in places.items()})
-        with replaced(initialize.dist, "init_process_group", lambda *args, **kwargs: None):
+        with (
+            replaced(initialize.dist, "init_process_group", lambda *args, **kwargs: None),
+            replaced(initialize, "check_rendezvous", lambda: None),
+        ):
             return pretrain(
                 provider,
                 pretrain_gpt.model_provider,
