@@ -163,15 +163,18 @@ RECOMPUTE = {
     "all layers": ("uniform", "1"),
     "pairs of layers": ("uniform", "2"),
     "first layer": ("block", "1"),
-    "parts": ("core_attn", "layernorm", "mlp", "moe_act", "shared_experts"),
+    "parts": ("core_attn", "layernorm", "moe_act"),
 }
+PARTS = {"all moe": (), "dense last": ("mlp",), "dense first, shared": ("mlp", "shared_experts")}
+"""More of them, where the model has them."""
 RECOMPUTED = list(itertools.product(MIXES, ("alltoall", "flex"), PIPES))
 
 
 def check_recomputed(pool, cell, kinds, steps):
     """With dropout, so that the second pass has to draw the numbers of the first."""
     fields = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "moe_aux_loss_coeff": 0.01}
-    ways = [{**WAYS["delayed, reduced beside backward"], "recompute": RECOMPUTE[kind]} for kind in kinds]
+    words = {**RECOMPUTE, "parts": (*RECOMPUTE["parts"], *PARTS[cell[0]])}
+    ways = [{**WAYS["delayed, reduced beside backward"], "recompute": words[kind]} for kind in kinds]
     off, ons = run_all(pool, ("2 experts", *cell), ways, steps, 8, fields)
     assert off.aux
     for kind, on in zip(kinds, ons, strict=True):
