@@ -114,13 +114,7 @@ def train(flags: Sequence[str], extra: Sequence[Any] = ()) -> Any:
     def provider(num_samples: Any) -> Any:
         return _Samples(8), None, None
 
-    # the address is not used: the group exists
-    places = {
-        "RANK": get_rank(),
-        "WORLD_SIZE": torch.distributed.get_world_size(),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": 1,
-    }
+    places = {"RANK": get_rank(), "WORLD_SIZE": torch.distributed.get_world_size()}
     try:
         os.environ.update({name: str(value) for name, value in places.items()})
         with (
