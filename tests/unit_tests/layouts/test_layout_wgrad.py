@@ -37,8 +37,7 @@ def step(pool, layout, plan=None):
     return run_step(pool, case, layout, make_batch(), weights, plan, steps=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("name", "dtype"), [*zip(LAYOUTS, [torch.float64, torch.bfloat16] * 2, strict=True)], ids=str)
 def test_delayed_weight_gradients_change_no_bit(pool, name, dtype):
     layout = dataclasses.replace(LAYOUTS[name], dtype=dtype)
     plan = all_to_rank(0, 2, NUM_EXPERTS, TOPK)  # the experts of rank 1 have no tokens
@@ -49,6 +48,12 @@ def test_delayed_weight_gradients_change_no_bit(pool, name, dtype):
         assert left.keys() == right.keys()
         assert [name for name in left if not torch.equal(left[name], right[name])] == []
     assert delayed.grad_norm == plain.grad_norm
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "dtype"), [*zip(LAYOUTS, [torch.bfloat16, torch.float64] * 2, strict=True)], ids=str)
+def test_delayed_weight_gradients_change_no_bit_in_the_other_precision(pool, name, dtype):
+    test_delayed_weight_gradients_change_no_bit(pool, name, dtype)
 
 
 def test_gradients_added_after_the_gemm_equal_reference(pool):

@@ -99,10 +99,7 @@ def test_recompute_changes_no_bit_in_any_layout(pool, layout, recompute):
     check_cell(pool, layout, recompute)
 
 
-@pytest.mark.parametrize(
-    ("layout", "recompute", "recipe"),
-    [("ep2_zero_delayed", "uniform2", "delayed"), ("ep2", "moe", "tensorwise")],
-)
+@pytest.mark.parametrize(("layout", "recompute", "recipe"), [("ep2_zero_delayed", "uniform2", "delayed")])
 def test_recompute_in_fp8_changes_no_bit(pool, layout, recompute, recipe):
     """Three steps: the second and third take their factors from amaxes of the steps before."""
     check_cell(pool, layout, recompute, dtype=torch.bfloat16, steps=3, fp8_recipe=recipe, **FP8)

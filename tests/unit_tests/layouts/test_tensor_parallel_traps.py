@@ -85,8 +85,7 @@ def test_norms_and_zero_count_are_those_of_the_unsharded_model(pool, layout):
 # Replicated parameters stay equal on all tensor-parallel ranks.
 
 
-@pytest.mark.parametrize("on_input", [False, True], ids=["probs_after", "probs_before"])
-@pytest.mark.parametrize("layout", [moe(etp=1), moe(ep=2, etp=1)], ids=str)
+@pytest.mark.parametrize(("layout", "on_input"), [(moe(etp=1), False), (moe(ep=2, etp=1), True)], ids=str)
 def test_three_steps_leave_equal_replicas_and_the_weights_of_one_rank(pool, layout, on_input):
     before = {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True}
     case = make_case(SHAPE, **EXPERTS, qk_layernorm=True, **(before if on_input else {}))
