@@ -59,6 +59,7 @@ OVERLAP_FIGURES = "tests/gpu_tests/test_overlap_figures.py"
 STREAM_CHECK = "tests/gpu_tests/test_stream_check.py"
 GRAPH = "tests/gpu_tests/test_full_iteration_graph.py"
 GRAPH_FORMS = "tests/gpu_tests/test_graph_forms.py"
+GRAPH_RANKS = "tests/gpu_tests/test_graph_ranks.py"
 GRAPH_EXIT = "tests/gpu_tests/test_graph_exit.py"
 GRAPH_FAULTS = "tests/gpu_tests/test_graph_faults.py"
 FIGURES = "tests/gpu_tests/test_graph_figures.py"
@@ -87,6 +88,7 @@ OWN_PARTS = (
     GRAPH,
     GRAPH_FAULTS,
     GRAPH_EXIT,
+    GRAPH_RANKS,
     GRAPH_FORMS,
     FIGURES,
     STEP,
@@ -146,6 +148,8 @@ PARTS = (
     Part("graph", (GRAPH, "-k", "repeatable or hundred and 0.1"), 120),
     Part("graph-faults", (GRAPH_FAULTS,), 120),
     Part("graph-forms", (GRAPH_FORMS,), 120),
+    Part("graph-ranks", (GRAPH_RANKS, "-k", "expert or fails"), 120),
+    Part("graph-ranks-more", (GRAPH_RANKS, "-k", "stages"), 120),
     Part("graph-exit", (GRAPH_EXIT,), 110),
     Part("graph-overflow", (GRAPH, "-k", "overflows_and or skipped or resume"), 120),
     Part("graph-figures", (f"{FIGURES}::test_captured_step_of_slice_a_beside_an_eager_one[4]",), 120),
