@@ -15,6 +15,9 @@ from tests.common.launch_watch import LaunchWatch
 from tests.common.moe_layers import normal
 from tests.unit_tests.core.fp8 import test_kernel_operand as operands
 from tests.unit_tests.core.fusions import test_fp8_grouped_gemm as products
+from tests.unit_tests.core.fusions import test_fused_qkv_heads as heads
+from tests.unit_tests.core.fusions import test_fused_rope as rotary
+from tests.unit_tests.core.fusions import test_fused_swiglu as swiglu
 from tests.unit_tests.core.fusions import test_grouped_wgrad as wgrad
 
 ROOT = Path(megatron.__path__[0]) / "core"
@@ -71,6 +74,12 @@ def multiply():
         products.wgrad_job(recipe, (128, 0, 128), False)
 
 
+def elementwise():
+    swiglu.kernels_job([swiglu.operands(3, 16, torch.float32, has_bias=True)])
+    heads.heads_job([heads.problem((3, 1, 2, 2, 8, 8), torch.float32)])
+    rotary.rotary_job([(rotary.T.float(), rotary.RotaryEmbedding(8).get_tables(6, torch.float32, "cpu"), False)])
+
+
 def silent():
     """Declarations of the wrong direction, an operand left out, and none at all."""
     from megatron.core.fusions.fused_permute import _gather_kernel
@@ -89,14 +98,22 @@ LAUNCHES = {
     "routing": lambda: number_rows(torch.tensor([[0, 3], [1, -1], [2, 3]], dtype=torch.int32), 4),
     "quantise": quantise,
     "multiply": multiply,
+    "elementwise": elementwise,
     "silent": silent,
 }
 KERNELS = {
-    "permute": {"_gather_kernel", "_clear_kernel", "_spread_kernel", "_sum_kernel"},
+    "permute": {"_count_kernel", "_place_kernel", "_gather_kernel", "_clear_kernel", "_spread_kernel", "_sum_kernel"},
     "wgrad": {"_grouped_wgrad_kernel"},
     "routing": {"count_kernel", "prefix_kernel", "place_kernel"},
     "quantise": {"_matrix_kernel", "_cast_kernel"},
     "multiply": {"_rows_kernel", "_wgrad_kernel"},
+    "elementwise": {
+        "_forward_kernel",
+        "_backward_kernel",
+        "_rotary_kernel",
+        "_heads_kernel",
+        "_heads_backward_kernel",
+    },
 }
 
 
