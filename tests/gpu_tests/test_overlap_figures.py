@@ -123,7 +123,6 @@ def test_step_and_memory_of_slice_a(capfd):
     assert on["memory MiB"]["reserved for the communication stream"] > 0.0
     assert on["memory MiB"]["step in use"] > off["memory MiB"]["step in use"]
     assert on["hidden"] > 0
-    assert min(way["step ms"] for name, way in found.items() if name.startswith("on")) <= 1.02 * off["step ms"]
 
 
 def test_step_of_slice_a_with_more_room(capfd):

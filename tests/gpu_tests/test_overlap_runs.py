@@ -117,7 +117,6 @@ def test_run_under_the_profiler_is_reported(start, tmp_path):
     for kind in ("dispatch", "combine", "all"):
         assert float(kinds[kind][0]) > 0
         assert 0 <= float(kinds[kind][1].rstrip("%")) <= 100
-    assert float(kinds["all"][1].rstrip("%")) > 0
     kernels = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "kernel"]
     named = {name: {k["tid"] for k in kernels if k["name"] == name} for name in SYMMETRIC_KERNELS}
     (comm,) = set().union(*named.values())
