@@ -3,6 +3,8 @@
 The dispatcher is that of symmetric memory, on one rank; its rows arrive padded, so that experts save codes of them.
 """
 
+import gc
+
 import pytest
 import torch
 
@@ -38,6 +40,8 @@ def rows_kept():
 def bytes_in_flight(model):
     """Bytes that one microbatch of full length holds between its forward and its backward."""
     run_microbatches(model, 2)  # workspaces
+    model.zero_grad()
+    gc.collect()  # what an earlier model left must not go meanwhile
     torch.cuda.synchronize()
     before, found, forward = torch.cuda.memory_allocated(), [], OverlapWorker.forward
 
