@@ -166,6 +166,8 @@ class Bench:
         plan = build_plan(plan_name(context.shape), context.shape)
         doer = worker(context)
         self.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         execute(plan, context, doer)
         host_seconds = time.perf_counter() - start
@@ -176,7 +178,6 @@ class Bench:
         """Wait for the device and the other ranks."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
         barrier(self.groups.pp)
 
 
