@@ -5,8 +5,8 @@
                                    value [s, b, g, c]       a view of mixed
 
 Without weights there is no norm. Statistics, norm and turn are fp32 and rounded once at the end, where the plain form
-rounds after the norm and after each step of the turn. Queries and keys come out contiguous, which makes attention give
-its result as [s, b, n * c] without a copy.
+rounds after the norm and after each step of the turn. Queries and keys come out contiguous, which makes attention by
+cuDNN give its result as [s, b, n * c] without a copy; flash attention copies two tensors of the queries' size.
 
 Backward reads mixed and the three gradients, with any strides, and writes all of d mixed [s, b, g, r + 2, c]:
 
