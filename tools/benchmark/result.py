@@ -23,9 +23,14 @@ def _git(*words: str) -> str:
     return answer.stdout.strip()
 
 
-def commit() -> str | None:
-    """Return the commit that is checked out."""
-    return _git("rev-parse", "HEAD") or None
+def commit() -> tuple[str | None, bool]:
+    """Return the commit that is checked out and whether tracked files differ from it.
+
+    A machine that was given the files without their history is told by GIT_COMMIT which commit they are.
+    """
+    if told := os.environ.get("GIT_COMMIT"):
+        return told, False
+    return _git("rev-parse", "HEAD") or None, bool(_git("status", "--porcelain", "--untracked-files=no"))
 
 
 def processor() -> str:
@@ -38,11 +43,12 @@ def processor() -> str:
 
 def write_result(path: Path, results: dict[str, Any]) -> None:
     """Write results with what they depend on, as JSON."""
+    revision, is_dirty = commit()
     record = {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": revision,
+        "dirty": is_dirty,
         "environment": {
             "python": platform.python_version(),
             "torch": torch.__version__,

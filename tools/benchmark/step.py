@@ -158,7 +158,7 @@ def measure(slice_name: str, variant: str, precision: str, flags: str, gpus: int
     """Run one row; its figures, or the end of its log if it failed."""
     command, log, seconds, code = launch(slice_name, f"{VARIANTS[variant]} {PRECISIONS[precision]} {flags}", gpus)
     row: dict[str, Any] = {"slice": slice_name, "precision": precision, "variant": variant, "flags": flags}
-    row |= {"gpus": gpus, "commit": commit(), "command": shlex.join(command), "seconds": seconds, "exit_code": code}
+    row |= {"gpus": gpus, "commit": commit()[0], "command": shlex.join(command), "seconds": seconds, "exit_code": code}
     if code == 0:
         return row | read_row(log)
     print(log[-3000:])
