@@ -40,6 +40,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
+    by_address = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if by_address:
+        raise pytest.UsageError(f"{by_address[0]}: an address in a test's id differs between processes; give ids")
     for item in items:
         is_launch = "functional_tests" in item.path.parts
         if item.get_closest_marker("timeout") is None and (is_launch or item.get_closest_marker("full")):

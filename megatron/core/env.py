@@ -109,6 +109,11 @@ def nccl_graph_register() -> str | None:
     return _text("NCCL_GRAPH_REGISTER")
 
 
+def git_commit() -> str | None:
+    """GIT_COMMIT: commit of the files, told to a machine that got them without their history."""
+    return _text("GIT_COMMIT")
+
+
 def set_default(name: str, value: str) -> None:
     """Set a variable for libraries that are loaded later, unless the user has set it."""
     os.environ.setdefault(name, value)

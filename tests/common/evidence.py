@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from megatron.core import env
+
 WORST_FIRST = ("error", "failed", "skipped", "xfailed", "passed")
 PACKAGES = ("torch", "triton", "numpy", "pytest")
 
@@ -36,7 +38,7 @@ def git_state(root: Path) -> tuple[str, bool]:
 
     A machine that was given the files without their history is told by GIT_COMMIT which commit they are.
     """
-    if told := os.environ.get("GIT_COMMIT"):
+    if told := env.git_commit():
         return told, False
 
     def ask(*words: str) -> str:

@@ -30,7 +30,7 @@ def work_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("functional")
 
 
-@pytest.mark.parametrize("case", map(by_tier, CASES))
+@pytest.mark.parametrize("case", [by_tier(case) for case in CASES])
 def test_case_equals_its_golden_values(case, work_folder):
     assert run_case(case, work_folder / case.name.replace("/", "-")) == []
 

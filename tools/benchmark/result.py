@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.core import env
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -28,7 +30,7 @@ def commit() -> tuple[str | None, bool]:
 
     A machine that was given the files without their history is told by GIT_COMMIT which commit they are.
     """
-    if told := os.environ.get("GIT_COMMIT"):
+    if told := env.git_commit():
         return told, False
     return _git("rev-parse", "HEAD") or None, bool(_git("status", "--porcelain", "--untracked-files=no"))
 

@@ -39,7 +39,9 @@ def keys_of(model):
     return {(box.key, box.global_shape, box.global_offset) for box in sharded_model_state(model, model.config)}
 
 
-@pytest.mark.parametrize("fields", [{}, FP8 | {"fp8_recipe": "delayed"}, {"normalization": "RMSNorm"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, FP8 | {"fp8_recipe": "delayed"}, {"normalization": "RMSNorm"}], ids=["bf16", "fp8", "rms"]
+)
 @pytest.mark.parametrize("make", [small_config, moe_config])
 def test_checkpoint_has_the_keys_of_the_local_implementation(make, fields):
     config = make(num_layers=2, moe_grouped_gemm=True, ffn_hidden_size=32, **fields)

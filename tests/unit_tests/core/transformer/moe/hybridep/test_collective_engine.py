@@ -105,7 +105,7 @@ def wrong_sum_job(case, wrong_sum):
 WRONG_SUMS = [(rounded_after_each_expert, torch.bfloat16), (from_the_last_expert, torch.float32)]
 
 
-@pytest.mark.parametrize(("wrong_sum", "dtype"), WRONG_SUMS, ids=str)
+@pytest.mark.parametrize(("wrong_sum", "dtype"), WRONG_SUMS)
 def test_sum_of_other_roundings_or_order_is_noticed(pool, wrong_sum, dtype):
     case = DispatchCase((63, 65), num_local_experts=4, num_slots=8, dtype=dtype)
     for found, expected in zip(pool.run(wrong_sum_job, case, wrong_sum), expected_ranks(case), strict=True):
