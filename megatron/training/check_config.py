@@ -10,6 +10,8 @@ from typing import Any
 from megatron.core import env
 from megatron.core.configs.base import ConfigTopic, Violation, violation
 from megatron.core.configs.compat import judge as judge_rules
+from megatron.core.configs.flag_spec import flag_specs
+from megatron.core.configs.fp8 import Fp8Config
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator, build_batch_size_law
@@ -24,6 +26,7 @@ from megatron.training.flag_table import FEATURES, STATES, Feature
 
 REPEATABLE_NCCL = ("Ring", "CollnetDirect", "CollnetChain", "^NVLS")
 REPEATABLE_CUBLAS = (":4096:8", ":16:8")
+FP8_SETTINGS = {spec.dest for spec in flag_specs(Fp8Config) if spec.dest != "fp8"}
 GPU_KERNELS = ("moe_permute_fusion", "moe_router_fusion", "cross_entropy_loss_fusion")
 """Switches of kernels whose plain form serves a CPU."""
 SURPRISES = {
@@ -291,6 +294,7 @@ def add_notices(args: argparse.Namespace, given: GivenArguments) -> None:
         _idle(given, idle, f"positions are {args.position_embedding_type}")
     if given.spellings.get("sequence_parallel") and not args.sequence_parallel:
         _idle(given, ["--sequence-parallel"], "there is no tensor parallelism")
+    _add_idle_settings(args, given)
     if args.num_experts and (args.moe_router_force_load_balancing or args.moe_router_force_biased is not None):
         given.notices.append("forced routing is for benchmarks: the model does not learn to route")
     kept = [f"{name}={value}" for name, value in SURPRISES.items() if name not in given.spellings]
@@ -298,6 +302,15 @@ def add_notices(args: argparse.Namespace, given: GivenArguments) -> None:
         kept = [text for text in kept if not text.startswith("moe_")]
     if kept:
         given.notices.append(f"defaults that surprise: {', '.join(kept)}; set them to silence this line")
+
+
+def _add_idle_settings(args: argparse.Namespace, given: GivenArguments) -> None:
+    """Settings of FP8 and of graphs in a run that has neither."""
+    if args.fp8 is None:
+        idle = [flag for dest, flag in given.spellings.items() if dest in FP8_SETTINGS]
+        _idle(given, idle, "no --fp8-format is given")
+    if args.cuda_graph_impl == "none" and "cuda_graph_warmup_steps" in given.spellings:
+        _idle(given, [given.spellings["cuda_graph_warmup_steps"]], "no step is captured")
 
 
 def _idle(given: GivenArguments, flags: list[str], reason: str) -> None:

@@ -145,6 +145,14 @@ def find_source(args: argparse.Namespace) -> Source | None:
     return None
 
 
+def _announce_fresh_start(args: argparse.Namespace) -> None:
+    named = ("load", "pretrained_checkpoint")
+    flags = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in named if getattr(args, name) is not None]
+    remedy = "" if args.load is None else "; --exit-on-missing-checkpoint refuses that"
+    text = f"{' '.join(flags)}: no checkpoint there, the run starts from initial weights{remedy}"
+    log_single_rank(logger, logging.WARNING, text)
+
+
 def load_checkpoint(run: TrainingRun) -> Callable[[], None]:
     """Load what the flags name into `run`. Returns the function that restores the generators, to be called last.
 
@@ -153,6 +161,8 @@ def load_checkpoint(run: TrainingRun) -> Callable[[], None]:
     args = run.args
     source = on_first_rank(lambda: find_source(args))
     if source is None:
+        if args.load is not None or args.pretrained_checkpoint is not None:
+            _announce_fresh_start(args)
         return lambda: None
     common = None if source.weights_only else on_first_rank(lambda: _load_common(source.folder))
     with_optimizer = common is not None and not args.no_load_optim

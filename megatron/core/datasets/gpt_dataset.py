@@ -239,7 +239,8 @@ class GPTDataset(MegatronDataset):
             if not 0 <= token < self._vocab_size:
                 raise DataError(
                     f"data_path={self.dataset_path!r}: sample {idx} of {self.index_split.name} holds token id {token}, "
-                    f"the tokenizer has {self._vocab_size} ids; the files were made with another tokenizer."
+                    f"the tokenizer has {self._vocab_size} ids; the files were made with another tokenizer: "
+                    "name that one, or run tools/preprocess_data.py again."
                 )
 
     def _read(self, idx: int) -> tuple[np.ndarray, list[int]]:

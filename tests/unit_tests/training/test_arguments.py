@@ -366,6 +366,15 @@ def test_flags_without_effect_in_this_model_are_announced(caplog):
     assert "--rotary-base: accepted, no effect here: positions are learned_absolute" in caplog.messages
 
 
+def test_settings_of_a_feature_that_is_off_are_announced(caplog):
+    parse(f"{TINY} --fp8-recipe blockwise --no-fp8-wgrad --cuda-graph-warmup-steps 3")
+    assert "--fp8-recipe --no-fp8-wgrad: accepted, no effect here: no --fp8-format is given" in caplog.messages
+    assert "--cuda-graph-warmup-steps: accepted, no effect here: no step is captured" in caplog.messages
+    caplog.clear()
+    parse(f"{TINY} --fp8-format hybrid --fp8-recipe blockwise")
+    assert not any(line.startswith("--fp8-recipe") for line in caplog.messages)
+
+
 def test_every_flag_about_experts_is_announced_in_a_dense_model(caplog):
     known = build_parser().specs
     specs = [known[spec.spellings[0]] for spec in flag_specs(MoEConfig) if spec.dest != "num_experts"]

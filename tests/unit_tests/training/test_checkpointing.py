@@ -1,5 +1,6 @@
 """A run that stops and goes on ends in the bits of a run that never stopped; what does not fit is refused by name."""
 
+import argparse
 import json
 import os
 import random
@@ -9,12 +10,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy
 import pytest
 
 import pretrain_gpt
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.training.checkpointing import load_checkpoint
+from megatron.training.train_state import TrainingRun
 from tests.common.forked_run import RankResult, run_ranks, start_ranks, wait_ranks
 
 BASE = (
@@ -234,6 +239,13 @@ def test_pretrained_weights_serve_when_load_is_empty(saved: Path, corpus: Path, 
     assert f"loaded checkpoint {saved}/iter_0000004 at iteration 0" in rank.output
     text = refused(words(corpus, MOE, f"--load {tmp_path} --exit-on-missing-checkpoint"))
     assert "no checkpoint there; drop --exit-on-missing-checkpoint" in text
+
+
+def test_load_without_a_checkpoint_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flags = {"pretrained_checkpoint": None, "finetune": False, "ckpt_step": None, "ckpt_fallback": False}
+    args = argparse.Namespace(load=str(tmp_path), exit_on_missing_checkpoint=False, **flags)
+    load_checkpoint(cast(TrainingRun, SimpleNamespace(args=args)))()
+    assert f"--load {tmp_path}: no checkpoint there, the run starts from initial weights" in caplog.text
 
 
 def test_model_arguments_come_from_the_checkpoint(saved: Path, corpus: Path) -> None:
