@@ -42,6 +42,11 @@ def _is_captured(args: Any) -> bool:
     return args.cuda_graph_impl == "full_iteration"
 
 
+def _may_be_undone(args: Any) -> bool:
+    """Whether a guard decides at the end of a step if it counts."""
+    return _is_captured(args) or (bool(args.num_experts) and args.moe_expert_rank_capacity_factor is not None)
+
+
 def _has_engine(args: Any) -> bool:
     return args.transformer_impl == "transformer_engine"
 
@@ -106,9 +111,37 @@ ENGINE_RULES = (
     ),
 )
 
+CODED_GATHER_RULES = (
+    _refused(
+        "coded-gather-layers",
+        "parameters gathered in FP8 without FP8 layers of the local implementation",
+        "fp8_param_gather fp8 transformer_impl",
+        lambda args: args.fp8_param_gather and (not args.fp8 or _has_engine(args)),
+        "only their weights are used as codes",
+        "add --fp8-format and --transformer-impl local, or drop --fp8-param-gather",
+    ),
+    _refused(
+        "coded-gather-rows",
+        "parameters gathered in FP8 with scales of rows",
+        "fp8_param_gather fp8_recipe",
+        lambda args: args.fp8_param_gather and bool(args.fp8) and recipe_spec(args.fp8_recipe).scaling is Scaling.ROW,
+        "a weight has a set of codes for each orientation, no fewer bytes than bf16",
+        "use --fp8-recipe tensorwise, or drop --fp8-param-gather",
+    ),
+    _refused(
+        "coded-gather-undone",
+        "parameters gathered in FP8 in steps that may be undone",
+        "fp8_param_gather cuda_graph_impl moe_expert_rank_capacity_factor fp16",
+        lambda args: args.fp8_param_gather and (_may_be_undone(args) or args.fp16),
+        "codes made from amaxes of the step would stay",
+        "drop --fp8-param-gather, or --cuda-graph-impl, --moe-expert-rank-capacity-factor and --fp16",
+    ),
+)
+
 TRAINING_RULES: tuple[Rule, ...] = (
     *SCHEDULE_UNITS,
     *ENGINE_RULES,
+    *CODED_GATHER_RULES,
     _refused(
         "world-dense",
         "a world that the model-parallel sizes do not divide",

@@ -8,6 +8,7 @@ each transition. Who decides when a full bucket starts is the wrapper, which sta
 
 import enum
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,19 @@ class BucketParams:
     """[elements of the bucket], laid out as its gradients; the parameters are views of it"""
     offsets: tuple[int, ...]
     """where each parameter begins"""
+
+
+class CodedGather(Protocol):
+    """A gather in which the weights of FP8 layers travel as codes instead of values."""
+
+    def start(self, async_op: bool) -> None:
+        """Launch it; with `async_op` it runs until it is waited for."""
+
+    def finish(self) -> None:
+        """Wait for it, and hand out what came."""
+
+    def forget(self) -> None:
+        """Let layers quantise their weights themselves: the parameters have new values."""
 
 
 class BucketGroup:
@@ -70,6 +84,9 @@ class BucketGroup:
         self._ready: set[torch.nn.Parameter] = set()
         self._handle: dist.Work | None = None
         self._gather_handle: dist.Work | None = None
+        self.coded: CodedGather | None = None
+        """How parameters come back, if not all as values; set by the owner of the shards."""
+        self._has_all_values = True
 
     @property
     def is_full(self) -> bool:
@@ -119,13 +136,35 @@ class BucketGroup:
         """Launch the all-gather of a sharded bucket's parameters; with `async_op` it runs until it is waited for."""
         assert self.sharded is not None, f"bucket {self.index} is not sharded"
         assert self.param_shard is not None, f"bucket {self.index} is not sharded"
+        if self.coded is not None:
+            self._has_all_values = False
+            self.coded.start(async_op)
+            return
         self._gather_handle = all_gather(self.sharded.data, self.param_shard, self.group, async_op=async_op)
 
     def finish_param_gather(self) -> None:
         """Wait for the all-gather; on an accelerator the current stream waits, not the host."""
+        if self.coded is not None:
+            self.coded.finish()
+            return
         if self._gather_handle is not None:
             self._gather_handle.wait()
         self._gather_handle = None
+
+    def complete_values(self) -> None:
+        """Gather the values of parameters of which only codes have travelled; every rank of the group must call it."""
+        if self._has_all_values:
+            return
+        assert self.sharded is not None, f"bucket {self.index} is not sharded"
+        assert self.param_shard is not None, f"bucket {self.index} is not sharded"
+        all_gather(self.sharded.data, self.param_shard, self.group)
+        self._has_all_values = True
+
+    def forget_codes(self) -> None:
+        """The parameters were given values from elsewhere, on every rank alike."""
+        self._has_all_values = True
+        if self.coded is not None:
+            self.coded.forget()
 
     def reset(self) -> None:
         """Forget the step; the gradients themselves are cleared with the whole buffer."""

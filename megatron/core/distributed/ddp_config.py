@@ -32,6 +32,10 @@ class DistributedDataParallelConfig(ConfigTopic):
     overlap_param_gather: bool = False
     """Gather the parameters of a bucket when the next forward pass comes to it, beside the layers before it."""
 
+    fp8_param_gather: bool = False
+    """Gather the weights of FP8 layers as the codes that these compute with, half the bytes of bf16. Everything else
+    travels as it is, and so do weights where they are read outside a forward pass."""
+
     bucket_size: int | None = knob(None, flag="--ddp-bucket-size", dest="ddp_bucket_size")
     """Elements after which a bucket is closed. Unset: max(40M, 1M * DP * CP) with --overlap-grad-reduce, else one."""
 
@@ -84,6 +88,10 @@ class DistributedDataParallelConfig(ConfigTopic):
                 names = f"overlap_param_gather {name}"
                 why = "the gather follows the buckets of the sharded, overlapped reduction"
                 found.append(violation(self, names, why, f"add {flag} or drop --overlap-param-gather."))
+        if self.fp8_param_gather and not self.use_distributed_optimizer:
+            names, why = "fp8_param_gather use_distributed_optimizer", "only sharded parameters are gathered"
+            remedy = "add --use-distributed-optimizer or drop --fp8-param-gather."
+            found.append(violation(self, names, why, remedy))
         for name, flag in (("bucket_size", "--ddp-bucket-size"), ("num_buckets", "--ddp-num-buckets")):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -264,6 +264,13 @@ class DistributedDataParallel(torch.nn.Module):
         """Complete all parameters; to be called before they are read outside a forward pass."""
         if self.param_gather is not None:
             self.param_gather.finish()
+            for bucket in self.bucket_groups:
+                bucket.complete_values()
+
+    def forget_codes(self) -> None:
+        """Let FP8 layers quantise their weights themselves: all parameters were given new values."""
+        for bucket in self.bucket_groups:
+            bucket.forget_codes()
 
     def broadcast_params(self) -> None:
         """Give all replicas of a parameter the values of the first one."""
@@ -271,6 +278,7 @@ class DistributedDataParallel(torch.nn.Module):
         for param in self.module.parameters():
             group = self.pg_collection.expt_dp if is_expert_parameter(param) else self.pg_collection.dp_cp
             broadcast(param.data, group)
+        self.forget_codes()
 
     # The wrapped module shines through.
 
@@ -290,4 +298,5 @@ class DistributedDataParallel(torch.nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's, without a prefix."""
         self.finish_param_sync()
+        self.forget_codes()
         return self.module.load_state_dict(*args, **kwargs)

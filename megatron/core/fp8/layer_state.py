@@ -50,6 +50,7 @@ class Fp8LayerState(torch.nn.Module):
         super().__init__()
         self.setup = setup
         self._weight: Operand | None = None
+        self._given: Operand | None = None
         self.amax_history: torch.Tensor | None
         self.step_amax: torch.Tensor | None
         history = torch.zeros(setup.history_len, 3) if setup.recipe.uses_history else None
@@ -60,8 +61,15 @@ class Fp8LayerState(torch.nn.Module):
         """Quantise the weights again at their next use: they may have changed."""
         self._weight = None
 
+    def take_codes(self, operand: Operand | None) -> None:
+        """Use codes of the weights that came from elsewhere, until others come; None: quantise the weights again."""
+        self._given = operand
+        self._weight = None
+
     def weight(self, weights: Sequence[torch.Tensor], is_grouped: bool) -> Operand:
         """Codes of the one weight [o, i] of a dense layer, or of the n weights of a grouped one as [n, o, i]."""
+        if self._given is not None:
+            return self._given
         if self._weight is None:
             matrix = (stacked(weights) if is_grouped else weights[0]).detach()
             self._weight = quantize_weight(matrix, self.setup.recipe, FORWARD_DTYPE, self.history(WEIGHT))

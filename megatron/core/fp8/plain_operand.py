@@ -32,7 +32,7 @@ def plain_activation(
     """`quantize_activation`: values [R, C], ends int [n] or None, factor fp32 [] or None."""
     values = values if ends is None else without_tail(values, ends)
     if recipe.scaling is Scaling.TENSOR:
-        return _both_ways(quantize_tensor(values, dtype, factor), by_row, by_column)
+        return both_ways(quantize_tensor(values, dtype, factor), by_row, by_column)
     if recipe.scaling is Scaling.ROW:
         rows = quantize_rows(values, dtype) if by_row else None
         return Operand(rows, quantize_columns(values, dtype, ends) if by_column else None)
@@ -48,16 +48,18 @@ def plain_weight(
     """`quantize_weight`: [N, C] or [n, N, C], factor fp32 [] or None."""
     if weight.dim() == 3:
         parts = [plain_weight(one, recipe, dtype, factor) for one in weight.unbind(0)]
-        return Operand(_stack([part.by_row for part in parts]), _stack([part.by_column for part in parts]))
+        return Operand(
+            stack_quantized([part.by_row for part in parts]), stack_quantized([part.by_column for part in parts])
+        )
     if recipe.scaling is Scaling.TENSOR:
-        return _both_ways(quantize_tensor(weight, dtype, factor))
+        return both_ways(quantize_tensor(weight, dtype, factor))
     if recipe.scaling is Scaling.ROW:
         return Operand(quantize_rows(weight, dtype), quantize_columns(weight, dtype))
     assert recipe.weight_block is not None, f"{recipe.name}: scales of blocks without the size of a block"
-    return _both_ways(quantize_blocks(weight, dtype, recipe.weight_block))
+    return both_ways(quantize_blocks(weight, dtype, recipe.weight_block))
 
 
-def _stack(parts: Sequence[Quantized]) -> Quantized:
+def stack_quantized(parts: Sequence[Quantized]) -> Quantized:
     """N matrices [N, C] as one [n, N, C]; scales are stacked likewise, one per tensor as [n, 1, 1]."""
     codes = torch.stack([part.codes.view(torch.uint8) for part in parts]).view(parts[0].codes.dtype)
     scales = [part.scale if part.scale.dim() == 2 else part.scale.view(1, 1) for part in parts]
@@ -81,7 +83,7 @@ def quantize_columns(values: torch.Tensor, dtype: torch.dtype, ends: torch.Tenso
     return Quantized(codes.view(torch.uint8).t().contiguous().view(dtype), factor.reciprocal())
 
 
-def _both_ways(quantized: Quantized, by_row: bool = True, by_column: bool = True) -> Operand:
+def both_ways(quantized: Quantized, by_row: bool = True, by_column: bool = True) -> Operand:
     """Use one set of codes in both orientations."""
     return Operand(quantized if by_row else None, transposed(quantized) if by_column else None)
 

@@ -3,6 +3,7 @@
     backward         gradients of all parameters, reduce-scattered bucket by bucket
     step, 1 to 4     as the plain optimizer, on shards; the norm adds up the shards of all ranks
     step, 5          update the shards, then all-gather the parameters of dense and expert buckets
+                     with fp8_param_gather the weights of FP8 layers travel as codes (`fp8_param_gather.py`)
     next forward     with overlap_param_gather a bucket is waited for when forward comes to it
 
 Weights and moments are bitwise those of the plain optimizer where the two collectives sum in the same order: updates

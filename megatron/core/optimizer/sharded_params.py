@@ -13,6 +13,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.bucket_group import BucketGroup
 from megatron.core.optimizer.distrib_ranges import parts_of_shard
+from megatron.core.optimizer.fp8_param_gather import install_code_gathers
 from megatron.core.optimizer.main_params import HALF_DTYPES
 from megatron.core.utils.groups import group_rank, group_size
 
@@ -71,6 +72,9 @@ class ShardedMainParams:
         self.chunks = chunks
         self.keeps_grad_dtype = keeps_grad_dtype
         self.shards = [BucketShard(bucket) for chunk in chunks for bucket in chunk.bucket_groups]
+        for chunk in chunks:
+            if chunk.ddp_config.fp8_param_gather:
+                install_code_gathers(chunk.module, chunk.bucket_groups)
         parts = {param: part for shard in self.shards for param, part in shard.parts.items()}
         self.parts = {param: parts[param] for param in params if param in parts}
         self.pairs = [(param, part.main) for param, part in self.parts.items()]
@@ -105,6 +109,8 @@ class ShardedMainParams:
 
     def reload(self) -> None:
         """Take the main parameters anew from the model's, after weights were loaded without optimizer state."""
+        for chunk in self.chunks:
+            chunk.forget_codes()
         for shard in self.shards:
             if shard.is_copied:
                 shard.main_shard.copy_(shard.model_shard)

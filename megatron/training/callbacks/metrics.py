@@ -58,9 +58,11 @@ class TrainingLog(Callback):
         if not (is_line or is_scalar):
             return
         router_figures = self._take_router_figures(run, result)
-        complete_parameters(run.model)
-        parameters = (param for chunk in run.model for param in chunk.parameters())
-        norm = float(params_norm(parameters, run.pg_collection, run.device)) if args.log_params_norm else None
+        norm = None
+        if args.log_params_norm:
+            complete_parameters(run.model)
+            parameters = (param for chunk in run.model for param in chunk.parameters())
+            norm = float(params_norm(parameters, run.pg_collection, run.device))
         if is_scalar:
             _write_step(run, result, router_figures, norm)
         if is_line:

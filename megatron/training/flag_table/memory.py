@@ -5,10 +5,9 @@ from megatron.training.flag_table.rows import ValueRow, negative, no_effect, not
 OFFLOAD_MODULES = "attn_norm|qkv_linear|core_attn|attn_proj|mlp_norm|expert_fc1|moe_act|fused_group_mlp"
 
 FEATURES = (
-    not_yet(
-        "parameters gathered in FP8",
-        "drop the flag: weights are gathered in --bf16 and quantised once a step",
-        switch("--fp8-param-gather"),
+    refused(
+        "parameters gathered in MXFP8, which needs Blackwell",
+        "use --fp8-param-gather with --fp8-recipe blockwise",
         switch("--reuse-grad-buf-for-mxfp8-param-ag"),
     ),
     no_effect(

@@ -8,7 +8,7 @@ from tools import status_table
 def test_table_tells_what_works_from_what_is_missing():
     lines = status_table.render().split("\n")
     assert any(line.startswith("| works | training loop | `--micro-batch-size`") for line in lines)
-    assert any(line.startswith("| not yet | parameters gathered in FP8 | `--fp8-param-gather`") for line in lines)
+    assert any(line.startswith("| not yet | multi-token prediction | `--mtp-num-layers`") for line in lines)
     assert any(line.startswith("| left out | Megatron-FSDP |") for line in lines)
     assert any(line.startswith("| works | pipeline parallelism | `--pipeline-model-parallel-size`") for line in lines)
 

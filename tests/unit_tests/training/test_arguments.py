@@ -199,7 +199,7 @@ def test_contradiction_names_values_and_remedy(flags, subject, text):
         ("--exp-avg-dtype fp8", "scaled moments"),
         ("--num-distributed-optimizer-instances 2", "replicas of the distributed optimizer"),
         ("--recompute-granularity selective --recompute-modules mla_up_proj", "recompute of a part of multi-latent"),
-        ("--fp8-param-gather", "parameters gathered in FP8"),
+        ("--main-params-dtype fp16", "main weights in other dtypes"),
         ("--moe-combine-bwd-dtype mxfp8", "narrow floats on the wire"),
         ("--multi-latent-attention", "multi-latent attention"),
         ("--mtp-num-layers 1", "multi-token prediction"),
@@ -244,11 +244,11 @@ def test_missing_value_is_an_error():
 
 
 def test_everything_is_reported_at_once():
-    lines = problems(f"{MOE} --bf16 --fp16 --moe-router-topk 9 --bogus --fp8-param-gather --global-batch-size 3 --lr x")
+    lines = problems(f"{MOE} --bf16 --fp16 --moe-router-topk 9 --bogus --mtp-num-layers 1 --global-batch-size 3 --lr x")
     starts = (
         "lr='x'",
         "--bogus",
-        "fp8_param_gather=True",
+        "mtp_num_layers=1",
         "bf16=True with fp16",
         "moe_router_topk=9",
         "global_batch_size=3",

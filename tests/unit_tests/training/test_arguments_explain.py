@@ -34,9 +34,9 @@ def test_sound_configuration_leaves_with_0(capsys):
 
 
 def test_broken_configuration_leaves_with_2_and_its_verdicts(capsys):
-    code, text = explain(TINY + "--fp8-param-gather --bf16 --fp16", capsys)
+    code, text = explain(TINY + "--mtp-num-layers 1 --bf16 --fp16", capsys)
     assert code == 2
-    assert "refused  fp8_param_gather=True: parameters gathered in FP8: not there yet" in text
+    assert "refused  mtp_num_layers=1: multi-token prediction: not there yet" in text
     assert "refused  bf16=True with fp16=True" in text
 
 

@@ -109,7 +109,7 @@ def test_skip_train_only_evaluates(start):
         ("--num-experts 2 --moe-router-topk 3", r"moe_router_topk=3 with num_moe_experts=2"),
         ("--global-batch-size 3", r"global_batch_size=3: must be a positive multiple of micro_batch_size 2"),
         ("--nonsense", r"--nonsense"),
-        ("--fp8-param-gather", r"fp8_param_gather=True: parameters gathered in FP8: not there yet"),
+        ("--mtp-num-layers 1", r"mtp_num_layers=1: multi-token prediction: not there yet"),
     ],
 )
 def test_mistake_ends_in_a_message_and_code_two(start, flags, message):
