@@ -18,6 +18,7 @@ Weights quantised by scales of rows have a set of codes for each orientation, as
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,9 +57,7 @@ class CodeGather:
         self._params = list(bucket.params.values())
         self._layers = list(layers)
         self._grids = {
-            number: WeightGrid(*self._params[number].shape, layer.state.setup.recipe.weight_block)
-            for layer in self._layers
-            for number in layer.numbers
+            number: _grid_of(self._params[number], layer.state) for layer in self._layers for number in layer.numbers
         }
         sizes = [param.numel() for param in self._params]
         ranks = range(group_size(bucket.group))
@@ -147,7 +146,8 @@ def install_code_gathers(module: torch.nn.Module, buckets: Iterable[BucketGroup]
             continue
         number_of = {param: number for number, param in enumerate(bucket.params.values())}
         layers = []
-        for layer in module.modules():
+        owners: list[Any] = list(module.modules())
+        for layer in owners:
             state = getattr(layer, "fp8", None)
             if type(state) is not Fp8LayerState:
                 continue
@@ -158,6 +158,11 @@ def install_code_gathers(module: torch.nn.Module, buckets: Iterable[BucketGroup]
                 layers.append(CodedLayer(state, tuple(number_of[weight] for weight in weights), is_grouped))
         if layers:
             bucket.coded = CodeGather(bucket, layers)
+
+
+def _grid_of(weight: torch.Tensor, state: Fp8LayerState) -> WeightGrid:
+    num_rows, num_columns = weight.shape
+    return WeightGrid(num_rows, num_columns, state.setup.recipe.weight_block)
 
 
 def _require_one_set_of_codes(state: Fp8LayerState) -> None:

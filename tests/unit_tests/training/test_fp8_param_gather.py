@@ -9,9 +9,9 @@ from megatron.core.optimizer import fp8_param_gather
 from megatron.core.optimizer.fp8_param_gather import CodeGather
 from megatron.core.utils import collectives
 from megatron.core.utils.groups import group_rank
+from megatron.training.arguments import parse_args
 from megatron.training.callbacks.base import Callback
 from megatron.training.state_hash import state_hash
-from megatron.training.arguments import parse_args
 from tests.common.mutants import replaced
 from tests.common.stream_runs import TINY_MOE, train
 

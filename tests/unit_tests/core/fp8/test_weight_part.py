@@ -1,5 +1,7 @@
 """Stretches of a weight, quantised apart, have the codes and scales of the whole one."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ def in_stretches(weights, recipe, borders, known):
     ends = [[int(fraction * weight.numel()) for fraction in borders] for weight in weights]
     for grid, weight, cuts in zip(grids, weights, ends, strict=True):
         table = torch.zeros(grid.shape)
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in itertools.pairwise(cuts):
             own = torch.zeros(grid.shape)
             grid.note_amaxes(own, weight.flatten()[begin:end], begin)
             table = torch.maximum(table.view(torch.int32), own.view(torch.int32)).view(torch.float32)
@@ -30,7 +32,7 @@ def in_stretches(weights, recipe, borders, known):
     factors = weight_factors(tables, recipe, known)
     for grid, weight, cuts, factor in zip(grids, weights, ends, factors, strict=True):
         flat = weight.flatten()
-        parts = [grid.codes(flat[b:e], b, factor).view(torch.uint8) for b, e in zip(cuts, cuts[1:], strict=False)]
+        parts = [grid.codes(flat[b:e], b, factor).view(torch.uint8) for b, e in itertools.pairwise(cuts)]
         codes.append(torch.cat(parts).view(FORWARD_DTYPE).view(weight.shape))
     return operand_of_codes(codes, factors, recipe, is_grouped=len(weights) > 1)
 
