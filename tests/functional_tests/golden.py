@@ -6,7 +6,7 @@ where it was recorded. nan fails always, on either side.
 | metric                   | same fingerprint                  | elsewhere                                        |
 |--------------------------|-----------------------------------|--------------------------------------------------|
 | losses                   | equal to five decimals            | 1e-4 in the first ten steps, then 2e-3, relative |
-| losses of routers        | equal to five decimals            | 2e-3 relative: last bits flip choices of experts |
+| losses of routers        | equal to five decimals            | 1e-2 relative: last bits flip choices of experts |
 | num-zeros                | equal                             | 0.20 relative, a few steps may stray             |
 | mem-...-bytes            | 0.05 relative                     | 0.05 relative                                    |
 | iteration-time (seconds) | median of the middle steps within 0.05 of the golden's                              |
@@ -27,7 +27,7 @@ from tools.run_metrics import Metrics, Series, parse_log, read_tensorboard
 
 DECIMALS = 5
 EARLY_STEPS, EARLY_RTOL, LATE_RTOL = 10, 1e-4, 2e-3
-COUNT_RTOL, MEMORY_RTOL, TIME_RTOL = 0.20, 0.05, 0.05
+ROUTER_RTOL, COUNT_RTOL, MEMORY_RTOL, TIME_RTOL = 1e-2, 0.20, 0.05, 0.05
 SHORT_RUN = 25
 ROUTER_LOSSES = ("load_balancing_loss", "z_loss")
 LOG_NAMES = {"num-zeros": "num zeros"}
@@ -123,8 +123,9 @@ def _fits(name: str, step: int, expected: Series, got: Series, is_same_fingerpri
         return want == value
     if name == "num-zeros":
         return abs(value - want) <= COUNT_RTOL * abs(want)
-    is_early = step <= EARLY_STEPS and not name.endswith(ROUTER_LOSSES)
-    return abs(value - want) <= (EARLY_RTOL if is_early else LATE_RTOL) * abs(want)
+    if name.endswith(ROUTER_LOSSES):
+        return abs(value - want) <= ROUTER_RTOL * abs(want)
+    return abs(value - want) <= (EARLY_RTOL if step <= EARLY_STEPS else LATE_RTOL) * abs(want)
 
 
 def _compare_times(expected: Series, got: Series) -> list[str]:
