@@ -68,11 +68,6 @@ def quantise():
     operands.delayed_job(operands.COUNTS[0], None, 0.0)
 
 
-def add_gradients():
-    for config in (wgrad.SMALL, wgrad.FLAT):
-        wgrad.kernel_job((5, 0, 35, 0), config)
-
-
 def multiply():
     for recipe in ("rowwise", "blockwise"):
         products.rows_job(recipe, (128, 0, 128), False)
@@ -99,7 +94,7 @@ def silent():
 
 LAUNCHES = {
     "permute": permute,
-    "wgrad": add_gradients,
+    "wgrad": lambda: wgrad.kernel_job((5, 0, 35, 0), wgrad.SMALL),
     "routing": lambda: number_rows(torch.tensor([[0, 3], [1, -1], [2, 3]], dtype=torch.int32), 4),
     "quantise": quantise,
     "multiply": multiply,
@@ -108,7 +103,7 @@ LAUNCHES = {
 }
 KERNELS = {
     "permute": {"_count_kernel", "_place_kernel", "_gather_kernel", "_clear_kernel", "_spread_kernel", "_sum_kernel"},
-    "wgrad": {"_grouped_wgrad_kernel", "_flat_kernel"},
+    "wgrad": {"_grouped_wgrad_kernel"},
     "routing": {"count_kernel", "prefix_kernel", "place_kernel"},
     "quantise": {"_matrix_kernel", "_cast_kernel"},
     "multiply": {"_rows_kernel", "_wgrad_kernel"},
