@@ -12,15 +12,16 @@ from megatron.core import graph_state, streams
 from megatron.core.fp8.recipes import RECIPES
 from megatron.core.pipeline_parallel.overlap.worker import OverlapWorker
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from tests.common.captured_runs import GRAPH, assert_equal_runs
 from tests.common.mutants import replaced
 from tests.common.overlapped_model import MAX_LENGTH, run_microbatches
 from tests.common.stream_mutants import ALL_KEPT
-from tests.gpu_tests.test_full_iteration_graph import GRAPH, assert_equal_runs, start  # noqa: F401
-from tests.gpu_tests.test_graph_faults import WIDE, _leave_nothing_behind, captured_bytes  # noqa: F401
+from tests.gpu_tests.test_graph_faults import WIDE, captured_bytes
 from tests.gpu_tests.test_overlap import SYMM_MEM, gpu_model
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("deterministic_device"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 NUM_LAYERS = 2
@@ -86,7 +87,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_captured_fp8_steps_are_the_eager_ones(start, form):  # noqa: F811
+def test_captured_fp8_steps_are_the_eager_ones(start, form):
     _, eager = start(STEPS + FORMS[form])
     run, captured = start(STEPS + FORMS[form] + GRAPH)
     assert_equal_runs(eager, captured, 5)
@@ -94,7 +95,7 @@ def test_captured_fp8_steps_are_the_eager_ones(start, form):  # noqa: F811
     assert graph_state.num_graphs() == 0
 
 
-def test_overflowing_steps_in_fp8_are_the_eager_ones(start):  # noqa: F811
+def test_overflowing_steps_in_fp8_are_the_eager_ones(start):
     """Amaxes of the attempts that overflow are not those of the step."""
     _, eager = start(STEPS + FORMS["delayed"])
     run, log = start(STEPS + FORMS["delayed"] + GRAPH + "--moe-expert-rank-capacity-factor 0.5 ")

@@ -4,24 +4,19 @@ All runs of one GPU are in this process, in --deterministic-mode. The hash goes 
 few steps; a difference in one step stays in all later ones.
 """
 
-import logging
-import os
 import time
 
 import pytest
 import torch
 
-import pretrain_gpt
 from megatron.core import graph_state
-from megatron.core.enums import ModelType
 from megatron.core.full_iteration_graph import FullIterationGraph
 from megatron.training.callbacks.base import Callback
-from megatron.training.initialize import shut_down
-from megatron.training.training import pretrain
+from tests.common.captured_runs import DROP_PAD, DROPOUT, GRAPH, MODEL, Disturbances, assert_equal_runs
 from tests.common.mutants import replaced
 from tests.common.snapshot import diff, snapshot
 from tests.functional_tests.cases import run_python, torchrun_words
-from tools.run_metrics import parse_log, parse_state_hashes
+from tools.run_metrics import parse_state_hashes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,37 +24,12 @@ pytestmark = [
 ]
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-
-MODEL = (
-    "--device cuda --transformer-impl local --bf16 --num-layers 2 --hidden-size 128 --num-attention-heads 4 "
-    "--seq-length 128 --max-position-embeddings 128 --position-embedding-type rope --normalization RMSNorm --swiglu "
-    "--disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-router-dtype fp32 "
-    "--moe-grouped-gemm --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01 "
-    "--moe-token-dispatcher-type alltoall --micro-batch-size 4 --global-batch-size 16 --lr 2e-3 --lr-warmup-iters 4 "
-    "--tokenizer-type NullTokenizer --vocab-size 500 --mock-data --num-workers 0 --log-interval 1 "
-    "--log-num-zeros-in-grad --eval-iters 2 --deterministic-mode --log-state-hash --use-distributed-optimizer "
-)
-DROP_PAD = "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity "
-GRAPH = "--cuda-graph-impl full_iteration "
 FORMS = {"drop-pad": DROP_PAD, "dropless": "", "dropless-budget": "--moe-expert-rank-capacity-factor 1.2 "}
-DROPOUT = {"0": "--attention-dropout 0 --hidden-dropout 0 ", "0.1": "--attention-dropout 0.1 --hidden-dropout 0.1 "}
 NUM_STEPS = 110  # 3 eager, 107 replays
 HUNDRED = f"--train-iters {NUM_STEPS} --log-interval 10 --eval-interval 25 --save-interval 40 "
 EAGER_LOGS: dict[str, str] = {}
 """Logs of eager runs by their flags; several tests compare with one run."""
 EXIT_LIMIT_S = 60.0
-
-
-class Disturbances(Callback):
-    """What happens between steps: the cache is emptied, and memory is taken, filled and given back."""
-
-    def on_step_end(self, run, result):
-        if run.state.iteration % 7 == 0:
-            torch.cuda.empty_cache()
-        blocks = [torch.full((size << 20,), 0xFF, dtype=torch.uint8, device="cuda") for size in (1, 8, 64)]
-        if run.state.iteration % 3 == 0:
-            del blocks[0]
 
 
 class CaptureWatch(Callback):
@@ -84,41 +54,6 @@ class CaptureWatch(Callback):
             self.differences.append(diff(before, snapshot(**state)))
 
         return wrapper
-
-
-@pytest.fixture
-def start(capfd):
-    """Run pretrain_gpt.py with flags in this process; returns the finished run and its log."""
-
-    def run(flags, callbacks=(), model=MODEL):
-        logging.getLogger("megatron").handlers.clear()
-        try:
-            finished = pretrain(
-                pretrain_gpt.train_valid_test_datasets_provider,
-                pretrain_gpt.model_provider,
-                ModelType.encoder_or_decoder,
-                pretrain_gpt.forward_step,
-                argv=(model + flags).split(),
-                callbacks=callbacks,
-            )
-        finally:
-            shut_down()
-            torch.use_deterministic_algorithms(False)
-        out, err = capfd.readouterr()
-        return finished, out + err
-
-    return run
-
-
-def assert_equal_runs(eager_log, graph_log, num_lines):
-    """Same state at every line of the log, same printed losses and router figures, same evaluations."""
-    eager, graph = parse_state_hashes(eager_log), parse_state_hashes(graph_log)
-    assert len(eager) == num_lines
-    differing = [step for step in eager if eager[step] != graph.get(step)]
-    assert not differing, f"state differs at step {differing[0]}, on {len(differing)} of {num_lines} lines"
-    ours, theirs = parse_log(eager_log), parse_log(graph_log)
-    for name in ("lm loss", "grad norm", "num zeros", "load_balancing_loss", "lm loss validation"):
-        assert ours[name] == theirs[name], name
 
 
 @pytest.mark.parametrize("dropout", DROPOUT)

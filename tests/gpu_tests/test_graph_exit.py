@@ -12,8 +12,8 @@ import time
 import pytest
 import torch
 
+from tests.common.captured_runs import DROP_PAD, DROPOUT, GRAPH, MODEL
 from tests.functional_tests.cases import ROOT
-from tests.gpu_tests.test_full_iteration_graph import DROP_PAD, DROPOUT, GRAPH, MODEL
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,13 +4,11 @@ Delays and poison are kernels of the graph, so each replay provokes what a missi
 One GPU: the exchange is a copy on the communication stream.
 """
 
-import gc
 from contextlib import ExitStack
 
 import pytest
 import torch
 
-from megatron.core import graph_state, streams
 from megatron.core.pipeline_parallel.overlap.layer_plan import LayerPlan
 from megatron.core.pipeline_parallel.overlap.nodes import StageNode
 from megatron.core.pipeline_parallel.overlap.protocol import Stage
@@ -29,23 +27,12 @@ from tests.unit_tests.core.pipeline_parallel.overlap.test_faults import (
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("deterministic_device"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SEEDS = (3, 7, 3)
 """Batches of the replays."""
 MIB = 2**20
-
-
-@pytest.fixture(autouse=True)
-def _leave_nothing_behind():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.cuda.synchronize()
-    graph_state.reset()
-    streams.reset()
-    torch.use_deterministic_algorithms(False)
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def differing(model, *seams, **options):

@@ -6,7 +6,7 @@ All runs are in this process, in --deterministic-mode.
 import pytest
 import torch
 
-from tests.gpu_tests.test_full_iteration_graph import DROPOUT, GRAPH, assert_equal_runs, start  # noqa: F401
+from tests.common.captured_runs import DROPOUT, GRAPH, assert_equal_runs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_captured_form_trains_as_the_eager_one(start, form):  # noqa: F811
+def test_captured_form_trains_as_the_eager_one(start, form):
     common, captured_only = FORMS[form]
     flags = f"{DROPOUT['0']}{LENGTH}{common} "
     _, eager_log = start(flags)

@@ -16,11 +16,9 @@ from megatron.core.pipeline_parallel.overlap.meter import OverlapMeter
 from megatron.core.streams import Role
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.hidden_share import HiddenShare
-from tests.gpu_tests.test_full_iteration_graph import DROPOUT, GRAPH, MODEL, Disturbances, start
+from tests.common.captured_runs import DROPOUT, GRAPH, MODEL, Disturbances
 from tools.profile_overlap import SYMMETRIC_KERNELS, StageRanges, main, read_spans, report
 from tools.run_metrics import parse_state_hashes
-
-__all__ = ["start"]  # a fixture
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,17 +8,14 @@ tens of roundings that add up like noise.
 
 import functools
 import inspect
-import logging
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import pretrain_gpt
 from megatron.core import graph_state
 from megatron.core.deferred_wgrad import WgradQueue, deferring
-from megatron.core.enums import ModelType
 from megatron.core.extensions.transformer_engine.module import EngineLayer
 from megatron.core.extensions.transformer_engine.optimizer import EngineAdam
 from megatron.core.extensions.transformer_engine.probe import FEATURES, load_library
@@ -28,11 +25,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer.precision_aware_adam import PrecisionAwareAdam
 from megatron.core.optional_deps import is_available
 from megatron.core.transformer import TransformerConfig
-from megatron.training.initialize import shut_down
-from megatron.training.training import pretrain
 from tests.common import overlapped_model
 from tests.common.engine_runs import local_name
 from tests.common.fake_te_signatures import TEXTS, VERSION, signature_of
+from tests.common.training_runs import fresh_program, train
 from tools.run_metrics import parse_log
 
 pytestmark = [
@@ -357,17 +353,8 @@ def losses(capfd):
     """Run pretrain_gpt.py with flags in this process; returns the loss of each step."""
 
     def run(flags):
-        logging.getLogger("megatron").handlers.clear()
-        try:
-            pretrain(
-                pretrain_gpt.train_valid_test_datasets_provider,
-                pretrain_gpt.model_provider,
-                ModelType.encoder_or_decoder,
-                pretrain_gpt.forward_step,
-                argv=(MODEL + flags).split(),
-            )
-        finally:
-            shut_down()
+        with fresh_program():
+            train(MODEL + flags)
         return parse_log("".join(capfd.readouterr()))["lm loss"]
 
     return run

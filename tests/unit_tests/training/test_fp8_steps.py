@@ -8,12 +8,7 @@ from megatron.core.fp8.layer_state import GRADIENT, INPUT, Fp8LayerState
 from megatron.core.fp8.recipes import RECIPES
 from megatron.training.callbacks.base import Callback
 from tests.common.mutants import replaced
-from tests.unit_tests.training.test_guarded_steps import (  # noqa: F401
-    _leave_nothing_behind,
-    assert_same_run,
-    failing_forward_step,
-    start,
-)
+from tests.common.training_runs import assert_same_run
 
 SHORT = "--train-iters 5 --global-batch-size 2 --eval-interval 3 --eval-iters 1 --cuda-graph-warmup-steps 2 "
 DELAYED = "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max "
@@ -41,7 +36,7 @@ class Histories(Callback):
         assert not left[:, [INPUT, GRADIENT]].any(), f"step {run.state.iteration} left amaxes, or an evaluation in it"
 
 
-def trained(start, flags, **options):  # noqa: F811
+def trained(start, flags, **options):
     """A run in delayed scaling: itself, its log, its histories."""
     histories = Histories()
     with replaced(layer_state, "quantize_weight", histories.quantize_weight):
@@ -50,7 +45,7 @@ def trained(start, flags, **options):  # noqa: F811
 
 
 @pytest.mark.full
-def test_captured_and_repeated_steps_train_as_eager_ones_in_fp8(start):  # noqa: F811
+def test_captured_and_repeated_steps_train_as_eager_ones_in_fp8(start):
     _, eager, histories = trained(start, "")
     captured, log, same = trained(start, "", is_captured=True)
     assert_same_run(eager, log)
@@ -63,7 +58,7 @@ def test_captured_and_repeated_steps_train_as_eager_ones_in_fp8(start):  # noqa:
         assert all(torch.equal(a, b) for a, b in zip(histories.found, other.found, strict=True))
 
 
-def test_histories_move_once_a_step_and_weights_are_quantised_once(start):  # noqa: F811
+def test_histories_move_once_a_step_and_weights_are_quantised_once(start):
     _, _, histories = trained(start, "")
     assert len(histories.found) == 5
     evaluation = NUM_LAYERS  # after the third step
@@ -75,7 +70,7 @@ def test_histories_move_once_a_step_and_weights_are_quantised_once(start):  # no
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "delayed"])
-def test_captured_steps_of_every_recipe_train_as_eager_ones(start, recipe):  # noqa: F811
+def test_captured_steps_of_every_recipe_train_as_eager_ones(start, recipe):
     flags = f"{SHORT}--bf16 --fp8-format e4m3 --fp8-recipe {recipe} "
     _, eager = start(flags)
     _, log = start(flags, is_captured=True)

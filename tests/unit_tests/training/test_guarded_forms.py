@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit_tests.training.test_guarded_steps import _leave_nothing_behind, assert_same_run, start  # noqa: F401
+from tests.common.training_runs import assert_same_run
 
 SHORT = "--train-iters 5 --global-batch-size 2 --eval-interval 2 --eval-iters 1 --cuda-graph-warmup-steps 2 "
 FORMS = {
@@ -34,7 +34,7 @@ FORMS = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
-def test_captured_form_trains_as_the_eager_one(start, form):  # noqa: F811
+def test_captured_form_trains_as_the_eager_one(start, form):
     _, eager = start(SHORT + FORMS[form])
     run, log = start(SHORT + FORMS[form], is_captured=True)
     assert_same_run(eager, log)

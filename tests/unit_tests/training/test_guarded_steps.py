@@ -2,73 +2,21 @@
 
 import argparse
 import gc
-import logging
 
 import pytest
 import torch
 
 import pretrain_gpt
 from megatron.core import graph_state
-from megatron.core.enums import ModelType
 from megatron.core.errors import ConfigError
-from megatron.core.full_iteration_graph.checks import CaptureViolation, CheckedRecording
-from megatron.training import training
+from megatron.core.full_iteration_graph.checks import CaptureViolation
 from megatron.training.callbacks.base import Callback
-from megatron.training.guarded_steps import GuardedSteps, build_guarded_steps
-from megatron.training.initialize import shut_down
+from megatron.training.guarded_steps import build_guarded_steps
 from megatron.training.train_state import TrainingRun
-from tests.common.mutants import replaced
+from tests.common.training_runs import assert_same_run
 from tools.run_metrics import parse_log, parse_state_hashes
 
-TINY = (
-    "--device cpu --transformer-impl local --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
-    "--max-position-embeddings 8 --attention-dropout 0.1 --hidden-dropout 0.1 --micro-batch-size 1 "
-    "--lr 1e-2 --tokenizer-type NullTokenizer --vocab-size 32 --mock-data --num-workers 0 --disable-bias-linear "
-    "--make-vocab-size-divisible-by 1 --log-interval 1 --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm "
-    "--moe-token-dispatcher-type alltoall --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-    "--moe-aux-loss-coeff 0.01 --log-state-hash --log-num-zeros-in-grad "
-)
 LENGTH = "--train-iters 6 --global-batch-size 2 --eval-interval 3 --eval-iters 2 "
-
-
-@pytest.fixture(autouse=True)
-def _leave_nothing_behind():
-    logging.getLogger("megatron").handlers.clear()
-    yield
-    shut_down()
-    logging.getLogger("megatron").handlers.clear()
-
-
-@pytest.fixture
-def start(capfd):
-    """Train in this process; `is_captured` replays steps through the stand-in for a capture."""
-
-    def run(flags, is_captured=False, callbacks=(), forward_step=pretrain_gpt.forward_step):
-        def build(run):
-            return GuardedSteps(run, CheckedRecording) if is_captured else build_guarded_steps(run)
-
-        with replaced(training, "build_guarded_steps", build):
-            finished = training.pretrain(
-                pretrain_gpt.train_valid_test_datasets_provider,
-                pretrain_gpt.model_provider,
-                ModelType.encoder_or_decoder,
-                forward_step,
-                argv=(TINY + flags).split(),
-                callbacks=callbacks,
-            )
-        captured = capfd.readouterr()
-        return finished, captured.out + captured.err
-
-    return run
-
-
-def assert_same_run(log, other):
-    assert parse_state_hashes(log) == parse_state_hashes(other)
-    first, second = parse_log(log), parse_log(other)
-    figures = set(first) - {"elapsed time per iteration (ms)", "row overflows", "row head room (%)"}
-    assert {"lm loss", "grad norm", "num zeros", "lm loss validation"} <= figures
-    for name in figures:
-        assert first[name] == second[name], name
 
 
 def test_captured_steps_and_repeated_ones_train_as_eager_ones(start):

@@ -1,6 +1,5 @@
 """`pretrain_gpt.py` as one process: it trains, stops where asked, and answers mistakes with a message."""
 
-import logging
 import re
 import sys
 
@@ -9,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
-from megatron.training.initialize import shut_down
 from tools.run_metrics import parse_log, parse_state_hashes
 
 TINY = (
@@ -21,17 +19,8 @@ TINY = (
 MOE = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-token-dispatcher-type alltoall "
 
 
-@pytest.fixture(autouse=True)
-def _leave_nothing_behind():
-    # A handler that another test made writes to the standard error of that test.
-    logging.getLogger("megatron").handlers.clear()
-    yield
-    shut_down()
-    logging.getLogger("megatron").handlers.clear()
-
-
 @pytest.fixture
-def start(monkeypatch, capfd):
+def start(fresh_program, monkeypatch, capfd):
     def run(flags):
         length = "" if "--train-samples" in flags else "--train-iters 4 "
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *(TINY + length + flags).split()])

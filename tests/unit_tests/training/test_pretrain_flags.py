@@ -1,6 +1,5 @@
 """Flags whose effect shows only in a whole run: masks, passed-over iterations, schedules on resume, missing splits."""
 
-import logging
 import sys
 
 import pytest
@@ -19,14 +18,6 @@ TINY = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _leave_nothing_behind():
-    logging.getLogger("megatron").handlers.clear()
-    yield
-    shut_down()
-    logging.getLogger("megatron").handlers.clear()
-
-
 @pytest.fixture
 def text(tmp_path):
     """Prefix of documents that end with the EOD token."""
@@ -41,7 +32,7 @@ def tiny(text):
 
 
 @pytest.fixture
-def start(monkeypatch, capfd):
+def start(fresh_program, monkeypatch, capfd):
     def run(line):
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *line.split()])
         code = pretrain_gpt.main()
