@@ -1,7 +1,7 @@
 """Speed of dispatch with permute and combine with unpermute, at the shapes of the model slices.
 
     python tools/benchmark/dispatch.py                 one GPU: two ranks in one process, each kernel by itself
-    python tools/benchmark/dispatch.py --sweep         one GPU: tilings of each kernel
+    python tools/benchmark/dispatch.py --sweep         one GPU: tilings of each kernel, or of those named
     python tools/benchmark/dispatch.py --gpus 2        a process per GPU: ours and NCCL with permute (never run)
 
 On one GPU nothing crosses a link: a kernel's figure is its bandwidth, bytes of rows read and written, beside that of a
@@ -67,16 +67,16 @@ ENGINE_CANDIDATES = {
     "push fp8": [Tiling(b, c, w, t) for b in (64, 132) for c, w, t in ((2048, 16, 8), (2048, 16, 4), (1024, 16, 8))],
     "expand": [Tiling(b, c, 8) for b in (1056, 2112, 8448, 32768) for c in (2048, 4096)],
     "expand fp8": [Tiling(b, c, w) for b in (2112, 8448) for c, w in ((2048, 4), (2048, 8), (4096, 8), (8192, 8))],
-    "reduce": [
-        Tiling(b, c, w)
-        for b, c, w in ((528, 2048, 8), (1056, 2048, 4), (1056, 2048, 8), (1056, 1024, 4), (2112, 1024, 4))
-    ],
+    "reduce": [Tiling(b, 2048, w) for b in (396, 528, 792, 1056, 1584) for w in (4, 8)]
+    + [Tiling(b, c, w) for b, c, w in ((264, 4096, 8), (528, 4096, 8), (1056, 1024, 4), (2112, 1024, 4))],
     "add": [Tiling(b, c, 8) for b in (1056, 2112, 8448) for c in (1024, 2048)],
 }
 LAYOUT_CANDIDATES = {
     "permute": [Tile(c, w) for c, w in ((1024, 4), (2048, 8), (4096, 4), (4096, 16), (8192, 8))],
     "unpermute": [Tile(c, w) for c, w in ((512, 2), (1024, 4), (2048, 8), (2048, 4))],
 }
+
+SWEPT = (*ENGINE_CANDIDATES, *LAYOUT_CANDIDATES)
 
 
 def route(shape: Shape, routing: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,7 +243,7 @@ def judge(times: dict[str, list], moved: dict[str, int]) -> dict[str, Any]:
 
 def measure_kernels(shape: Shape, routing: str, num_sms: int | None, copies: Copies) -> dict[str, Any]:
     """Bandwidth of every kernel, and of those that prepare the routing their time."""
-    pair, rows = LocalPair(shape, routing, Launch.of(num_sms)), LocalRows(shape, routing)
+    pair, rows = LocalPair(shape, routing, Launch.of(num_sms, shape.width)), LocalRows(shape, routing)
     moved = pair.moved_bytes() | rows.moved_bytes()
     calls = pair.calls() | rows.calls()
     calls["prepare"] = lambda: pair.engine.prepare(Exchange(expert_ids=pair.exchange.expert_ids))
@@ -253,12 +253,14 @@ def measure_kernels(shape: Shape, routing: str, num_sms: int | None, copies: Cop
     return judge(times, moved) | {"prepare": {"us": statistics.median(times["prepare"]), "times_us": times["prepare"]}}
 
 
-def sweep_kernels(shape: Shape, copies: Copies) -> dict[str, Any]:
-    """Bandwidth of every kernel under every tiling, without the raw times."""
+def sweep_kernels(shape: Shape, copies: Copies, kernels: list[str]) -> dict[str, Any]:
+    """Bandwidth of kernels under every tiling, without the raw times."""
     found: dict[str, Any] = {}
     pair, rows = LocalPair(shape, ROUTINGS[0], Launch()), LocalRows(shape, ROUTINGS[0])
     for source, candidates in ((pair, ENGINE_CANDIDATES), (rows, LAYOUT_CANDIDATES)):
         for name, options in candidates.items():
+            if name not in kernels:
+                continue
             num_bytes = source.moved_bytes()[name]
             calls = {f"{name} {option}": source.sweep(name, option) for option in options}
             found |= judge(time_in_turn(calls | copies.calls(num_bytes)), dict.fromkeys(calls, num_bytes))
@@ -370,15 +372,15 @@ def report(title: str, found: dict[str, Any]) -> None:
         print(f"{title:24s} {figures['us']:8.1f} us{share}  {name}", flush=True)
 
 
-def run_one_gpu(is_sweep: bool, num_sms: int | None, folder: Path) -> None:
-    """Kernels by themselves."""
+def run_one_gpu(swept: list[str] | None, num_sms: int | None, folder: Path) -> None:
+    """Kernels by themselves; those `swept` under all tilings, if any are."""
     copies = Copies()
     results: dict[str, Any] = {"copy_gb_per_s": copy_bandwidths(copies)}
     print(f"copies, GB/s: {results['copy_gb_per_s']}", flush=True)
-    path = folder / f"dispatch-{'sweep' if is_sweep else '1gpu'}{suffix(num_sms)}.json"
+    path = folder / f"dispatch-{'1gpu' if swept is None else 'sweep'}{suffix(num_sms)}.json"
     for shape in SHAPES:
-        if is_sweep:
-            found = results[shape.name] = sweep_kernels(shape, copies)
+        if swept is not None:
+            found = results[shape.name] = sweep_kernels(shape, copies, swept or list(SWEPT))
             report(shape.name, dict(sorted(found.items(), key=lambda item: item[1]["us"])))
         else:
             for routing in ROUTINGS:
@@ -397,7 +399,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1, help="processes with a GPU each (default: %(default)s)")
     parser.add_argument("--sms", type=int, help="multiprocessors for our kernels (default: as many as help)")
-    parser.add_argument("--sweep", action="store_true", help="time the tilings of each kernel, on one GPU")
+    parser.add_argument(
+        "--sweep", nargs="*", choices=SWEPT, metavar="KERNEL", help="tilings of all or these, on one GPU"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "evidence" / "benchmarks", help="of the result")
     args = parser.parse_args(argv)
     if torch.cuda.device_count() < args.gpus:

@@ -135,17 +135,13 @@ CASES: dict[str, Case] = {
 }
 """Shapes of the model slices."""
 
-HEADS_BACKWARD = (
-    (1024, 2, 1),
-    (1024, 4, 1),
-    (2048, 4, 1),
-    (2048, 8, 1),
-    (1024, 4, 2),
-    (2048, 4, 2),
-    (2048, 8, 2),
-    (2048, 4, 3),
-)
-"""Channels of a tile, warps, stages."""
+HEADS_BACKWARD = {
+    BACKWARD: [
+        {"BACKWARD_TILE": tile, "BACKWARD_WARPS": w, "STAGES": stages, "PROGRAMS": programs}
+        for tile, w, stages in ((1024, 2, 1), (1024, 4, 1), (2048, 4, 1), (2048, 8, 1), (2048, 4, 2), (2048, 8, 2))
+        for programs in (528, 1056, 2048, 4096)
+    ]
+}
 
 SWEEPS: dict[str, tuple[ModuleType, dict[str, list[dict[str, int]]]]] = {
     "swiglu A": (
@@ -162,13 +158,10 @@ SWEEPS: dict[str, tuple[ModuleType, dict[str, list[dict[str, int]]]]] = {
         fused_qkv_heads,
         {
             "forward": [{"FORWARD_TILE": tile, "FORWARD_WARPS": w} for tile in (1024, 2048, 4096) for w in (2, 4, 8)],
-            BACKWARD: [
-                {"BACKWARD_TILE": tile, "BACKWARD_WARPS": w, "STAGES": stages, "PROGRAMS": programs}
-                for tile, w, stages in HEADS_BACKWARD
-                for programs in (660, 1320, 2048, 4096)
-            ],
+            **HEADS_BACKWARD,
         },
     ),
+    "heads C": (fused_qkv_heads, HEADS_BACKWARD),
 }
 """Settings of the module that launches the kernels of a case."""
 

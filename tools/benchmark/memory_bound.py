@@ -14,6 +14,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ TOKENS, SAMPLES, VOCABULARY, EXPERTS, WIDTH = 16384, 4, 38016, 128, 2048
 COPY_BYTES = 1 << 30
 OTHER_TILES = ((2048, 4), (4096, 8), (8192, 8))
 """Columns and warps of the loss kernels that a sweep tries beside the chosen ones."""
+NORM_CONSTANTS = {"MAX_PROGRAMS": (264, 396, 528, 660, 1056), "STAGES": (1, 2, 3, 4), "WARP_ELEMENTS": (256, 512)}
+"""What the sweep tries for the kernel of the norm's gradient."""
 CALLS_PER_GRAPH, WARM_UPS, REPEATS = 3, 2, 7
 
 
@@ -140,14 +143,14 @@ def router_rows(is_swept: bool) -> Iterator[Row]:
         yield Row("router, both", both, 2 * moved + logits.nbytes, note)
     hidden = torch.randn(TOKENS // SAMPLES, SAMPLES, WIDTH, device="cuda", dtype=torch.bfloat16).requires_grad_()
     weight = torch.randn(EXPERTS, WIDTH, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    products = {
+    gates = {
         "fp32": lambda: hidden.float() @ weight.float().t(),
         "bf16 to fp32": lambda: wide_linear(hidden, weight),
     }
-    for note, product in products.items():
+    for note, gate_product in gates.items():
 
-        def gate(product: Callable[[], torch.Tensor] = product) -> None:
-            torch.autograd.grad(product(), (hidden, weight), grad.view(logits.shape))
+        def gate(logits_of: Callable[[], torch.Tensor] = gate_product) -> None:
+            torch.autograd.grad(logits_of(), (hidden, weight), grad.view(logits.shape))
 
         yield Row("gate, both", gate, 3 * hidden.nbytes + 3 * logits.nbytes, note)
 
@@ -159,13 +162,15 @@ def norm_rows(is_swept: bool) -> Iterator[Row]:
     rule = NormRule(1e-6)
     _, total, scales = norm_forward(x, residual, weight, rule)
     yield Row("norm forward", lambda: norm_forward(x, residual, weight, rule), 4 * x.nbytes, "kernel")
-    programs = (512, 640, 1024, 2048) if is_swept else (fused_rms_norm.MAX_PROGRAMS,)
-    for number in programs:
-        fused_rms_norm.MAX_PROGRAMS = number
-        note = f"kernel, {number} programs"
-        yield Row(
-            "norm backward", lambda: norm_backward(grad, grad_total, total, scales, weight, rule), 4 * x.nbytes, note
-        )
+
+    def backward() -> None:
+        norm_backward(grad, grad_total, total, scales, weight, rule)
+
+    chosen = tuple(getattr(fused_rms_norm, name) for name in NORM_CONSTANTS)
+    for values in dict.fromkeys([chosen, *(product(*NORM_CONSTANTS.values()) if is_swept else ())]):
+        vars(fused_rms_norm).update(zip(NORM_CONSTANTS, values, strict=True))
+        yield Row("norm backward", backward, 4 * x.nbytes, "{} programs, {} stages, {} each".format(*values))
+    vars(fused_rms_norm).update(zip(NORM_CONSTANTS, chosen, strict=True))
     leaves = [leaf.clone().requires_grad_() for leaf in (x, residual, weight)]
 
     def plain_forward() -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,6 +35,7 @@ from megatron.core.fusions.fused_rope import (
     store_pairs,
     turn,
 )
+from megatron.core.fusions.partial_sums import add_partial_sums
 from megatron.core.fusions.triton_casts import is_interpreted, narrow
 from megatron.core.optional_deps import tl, triton_jit
 
@@ -168,7 +169,7 @@ def kernel_heads_backward(
         )
     if norms is None or sums is None:
         return grad_mixed, (None, None)
-    query_sum, key_sum = sums.sum(dim=1).to(mixed.dtype).unbind(0)
+    query_sum, key_sum = add_partial_sums(sums, mixed.dtype).unbind(0)
     return grad_mixed, (query_sum, key_sum)
 
 

@@ -20,14 +20,16 @@ import torch
 
 from megatron.core import streams
 from megatron.core.fusions.fused_row_layout import uses_kernels
+from megatron.core.fusions.partial_sums import add_partial_sums
 from megatron.core.fusions.triton_casts import is_interpreted, narrow
 from megatron.core.optional_deps import tl, triton_jit
 
 MAX_WIDTH = 16384
 TILE = 2048
 """Elements of the table [rows, h] that a program holds, if a row is not longer."""
-MAX_PROGRAMS = 640
-"""Programs of backward, each of which leaves one partial sum of the weight's gradient; an H200 holds about as many."""
+MAX_PROGRAMS, STAGES, WARP_ELEMENTS = 528, 3, 256
+"""Of backward: programs, each of which leaves one partial sum of the weight's gradient, an H200 holds about as many;
+blocks of rows that a program has under way at a time; elements of a block for each warp."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +145,10 @@ def norm_backward(
             interpreted=is_interpreted(),
             rows=rows,
             columns=columns,
-            num_warps=_warps(columns),
+            stages=STAGES,
+            num_warps=max(4, min(16, rows * columns // WARP_ELEMENTS)),
         )
-    return grad_x, partial.sum(dim=0).to(weight.dtype)
+    return grad_x, add_partial_sums(partial.unsqueeze(0), weight.dtype).squeeze(0)
 
 
 def _tile(width: int) -> tuple[int, int]:
@@ -207,22 +210,25 @@ def _backward_kernel(
     interpreted: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
+    stages: tl.constexpr,
 ):
     """Every p-th block of rows: gradients [T, h], total [T, h], scales [T] -> grad_x [T, h], a part of [p, h]."""
     column = tl.arange(0, columns)
     factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
-    sums = tl.zeros([columns], tl.float32)
-    for block in range(tl.program_id(0), tl.cdiv(num_rows, rows), tl.num_programs(0)):
+    sums = tl.zeros([rows, columns], tl.float32)
+    for block in tl.range(tl.program_id(0), tl.cdiv(num_rows, rows), tl.num_programs(0), num_stages=stages):
         row = block * rows + tl.arange(0, rows)
         entry = row.to(tl.int64)[:, None] * width + column[None, :]
         is_entry = (row < num_rows)[:, None] & (column < width)[None, :]
         scale = tl.load(scales + row, mask=row < num_rows, other=0.0)[:, None]
         unit = tl.load(total + entry, mask=is_entry, other=0.0).to(tl.float32) * scale
         given = tl.load(grad + entry, mask=is_entry, other=0.0).to(tl.float32)
-        sums += tl.sum(given * unit, 0)
+        if grad_total is not None:  # read before the sums along a row, which all warps wait for
+            passed = tl.load(grad_total + entry, mask=is_entry, other=0.0).to(tl.float32)
+        sums += given * unit
         wanted = given * factor[None, :]
         value = (wanted - unit * (tl.sum(wanted * unit, 1) / width)[:, None]) * scale
         if grad_total is not None:
-            value += tl.load(grad_total + entry, mask=is_entry, other=0.0).to(tl.float32)
+            value += passed
         tl.store(grad_x + entry, narrow(value, grad_x.dtype.element_ty, interpreted), mask=is_entry)
-    tl.store(partial + tl.program_id(0) * width + column, sums, mask=column < width)
+    tl.store(partial + tl.program_id(0) * width + column, tl.sum(sums, 0), mask=column < width)

@@ -102,7 +102,7 @@ class SymmMemEngine(HybridEPEngine):
         group = open_symmetric_group(setup.group)
         self._mail = Mailbox(group, setup.num_local_experts)
         self._timeout_s = group.timeout_s if timeout_s is None else timeout_s
-        self._launch = launch or Launch.of(setup.num_sms)
+        self._launch = launch or Launch.of(setup.num_sms, setup.hidden_size)
 
     @classmethod
     def why_unavailable(cls, setup: EngineSetup) -> str | None:

@@ -53,12 +53,12 @@ class Launch:
     add: Tiling = Tiling(8448)
 
     @classmethod
-    def of(cls, num_sms: int | None) -> Launch:
-        """The defaults, for a device without other work, or blocks for `num_sms` multiprocessors.
+    def of(cls, num_sms: int | None, hidden_size: int) -> Launch:
+        """The fastest for rows this wide on a device without other work, or blocks for `num_sms` multiprocessors.
 
         Blocks are placed where there is room: beside a product that fills all but n multiprocessors, on those n.
         """
-        chosen = cls()
+        chosen = cls(reduce=next(tiling for width, tiling in REDUCE_BY_WIDTH if hidden_size >= width))
         if is_interpreted():
             num_sms, chosen = 1, cls(*(replace(t, blocks_per_sm=2) for t in chosen.tilings()))
         return chosen if num_sms is None else cls(*(tiling.on(num_sms) for tiling in chosen.tilings()))
@@ -66,6 +66,10 @@ class Launch:
     def tilings(self) -> tuple[Tiling, Tiling, Tiling, Tiling]:
         """Of push, expand, reduce and add."""
         return self.push, self.expand, self.reduce, self.add
+
+
+REDUCE_BY_WIDTH = ((6144, Tiling(528, blocks_per_sm=4)), (4096, Tiling(1056)), (0, Tiling(1056, warps=4)))
+"""Tiling of reduce for rows of at least so many elements. Wider ones keep more under way in fewer blocks."""
 
 
 def next_power_of_2(count: int) -> int:

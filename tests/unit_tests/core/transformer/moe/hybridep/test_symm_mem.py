@@ -198,10 +198,17 @@ def test_sections_do_not_overlap_beyond_32_bits():
 
 
 def test_blocks_fill_the_given_multiprocessors():
-    chosen = Launch.of(24)
+    chosen = Launch.of(24, 2048)
     assert [tiling.blocks for tiling in chosen.tilings()] == [24, 192, 192, 192]
     assert all(tiling.blocks_per_sm * tiling.warps * 32 <= 2048 for tiling in chosen.tilings())
-    assert chosen.push.tokens == Launch.of(None).push.tokens == 8
+    assert chosen.push.tokens == Launch.of(None, 2048).push.tokens == 8
+
+
+@pytest.mark.parametrize(("hidden_size", "blocks", "warps"), [(2048, 1056, 4), (4096, 1056, 8), (7168, 528, 8)])
+def test_sums_are_cut_by_the_width_of_rows(hidden_size, blocks, warps):
+    chosen = Launch.of(None, hidden_size).reduce
+    assert (chosen.blocks, chosen.warps) == (blocks, warps)
+    assert Launch.of(10, hidden_size).reduce.blocks == 10 * blocks // 132
 
 
 @pytest.mark.parametrize(("hidden_size", "warps"), [(8, 1), (512, 2), (1024, 4), (2048, 8), (7168, 8)])
