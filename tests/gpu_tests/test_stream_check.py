@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.core import streams
 from megatron.core.pipeline_parallel.overlap.nodes import StageNode
@@ -14,6 +15,7 @@ from megatron.core.streams import Role
 from tests.common.mutants import replaced
 from tests.common.overlapped_model import overlapped_model, run_microbatches
 from tests.unit_tests.core.pipeline_parallel.overlap.test_faults import on_the_other_stream
+from tests.unit_tests.core.stream_check.test_recorder import exchange_on_comm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,6 +63,20 @@ def test_missing_hold_is_found():
     with replaced(streams, "hold", lambda tensor, owner: None):
         recorder = checked_steps(1)
     assert {Kind.FREE, Kind.REUSE} & {finding.kind for finding in recorder.findings}
+
+
+def test_collectives_of_nccl_run_where_they_are_said_to():
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    try:
+        assert exchange_on_comm(is_async=False, waits=False, device=device) == []
+        assert exchange_on_comm(is_async=True, waits=True, device=device) == []
+        (forgotten,) = exchange_on_comm(is_async=True, waits=False, device=device)
+        torch.cuda.synchronize()
+    finally:
+        dist.destroy_process_group()
+    assert "first  c10d.alltoall_base_ on default group" in forgotten
+    assert "then   aten.add on compute" in forgotten
 
 
 def test_stream_without_a_role_is_named_by_its_number():

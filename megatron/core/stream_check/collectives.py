@@ -1,4 +1,4 @@
-"""Collectives as NCCL runs them: each group has a stream of its own, which begins behind the stream that calls.
+"""Collectives as NCCL runs them. One with `async_op` runs on a stream of its group, behind the stream that calls:
 
     compute | fill x | all_reduce(x)      ...        wait | use x |
     group            | behind fill: reduces x |
@@ -6,6 +6,9 @@
 The handle's `wait` orders the *stream* that calls it behind the collective, not the host: a result that is used on
 another stream, or before the wait, is not ready, although gloo has long finished. Messages between two ranks have a
 stream per peer. While a recorder runs, `wait` of torch's handle is replaced by one that tells it.
+
+Without `async_op` a collective is one more kernel of the stream that calls, and NCCL gives no handle: what the same
+stream does next is behind it, and what another stream does is not. gloo gives one, whose wait orders nothing more.
 """
 
 from dataclasses import dataclass
@@ -91,8 +94,10 @@ class CollectiveStreams:
         record = record_of(func, args)
         self.records.append(record)
         recorder, clocks = self.recorder, self.recorder.clocks
-        stream = GroupStream(record.role, record.ranks, record.peer)
-        clocks.join(stream, clocks.snapshot(recorder.current_stream()))
+        stream = recorder.current_stream()
+        if _is_async(func, args):
+            caller, stream = stream, GroupStream(record.role, record.ranks, record.peer)
+            clocks.join(stream, clocks.snapshot(caller))
         operation = recorder.issue(access_of(func).name, stream)
         reads, writes = _split(func, args)
         recorder.read(reads, operation)
@@ -118,6 +123,12 @@ class CollectiveStreams:
             if work.step < step:
                 reason = "call wait() of its handle before its result is used and its buffers go"
                 self.recorder.add(Finding(Kind.UNWAITED, "", work.operation, None, reason))
+
+
+def _is_async(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a c10d operator was called with `async_op`, which is its default; messages are always so."""
+    named = zip(func._schema.arguments, args, strict=False)
+    return next((value for argument, value in named if argument.name == "async_op"), True)
 
 
 def _split(func: Any, args: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

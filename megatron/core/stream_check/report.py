@@ -1,9 +1,9 @@
 """Findings as text: what, which tensor, both operations with stream, stage and source lines, and what is missing.
 
 read without order: tensor bfloat16 [24, 8] of c10d.alltoall_base_
-  first  c10d.alltoall_base_ on ep group in F0.1 dispatch at .../collectives.py:99 all_to_all < .../exchange.py:81 run
+  first  c10d.alltoall_base_ on comm in F0.1 dispatch at .../collectives.py:99 all_to_all < .../exchange.py:81 run
   then   aten.mm on compute in F0.1 experts at .../experts.py:40 forward
-  compute has not waited for ep group
+  compute has not waited for comm
 """
 
 from collections.abc import Sequence

@@ -61,8 +61,8 @@ def site_named(text):
 
 def test_missing_wait_of_a_node_is_reported(pool):
     report = run_without(pool, DELAYED, site_named("pipeline_parallel/overlap/nodes.py::_wait_for::wait[0]"))
-    assert "  compute has not waited for ep group" in report
-    assert "  ep group has not waited for compute" in report
+    assert "  compute has not waited for comm" in report
+    assert "  comm has not waited for compute" in report
 
 
 def test_missing_hold_of_a_node_is_reported(pool):

@@ -53,8 +53,8 @@ RACES = {
         OVERLAP,
         "read without order: tensor bfloat16 [16, 16] of aten.index_select",
         "first  aten.index_select on compute in F 0.0 layer 1 pre_dispatch",
-        "then   c10d.alltoall_base_ on ep group in F 0.0 layer 1 dispatch",
-        "ep group has not waited for compute",
+        "then   c10d.alltoall_base_ on comm in F 0.0 layer 1 dispatch",
+        "comm has not waited for compute",
     ),
     "storage_resized_without_waiting": (
         OVERLAP,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import streams
 from megatron.core.deferred_wgrad import WgradQueue
 from megatron.core.errors import StreamOrderError
+from megatron.core.stream_check import collectives
 from megatron.core.stream_check.recorder import StreamRecorder
 from megatron.core.stream_check.report import finding_text
 from megatron.core.stream_check.rules import Kind
@@ -24,10 +25,10 @@ def _fresh_streams():
 
 
 @contextlib.contextmanager
-def recorded_step():
+def recorded_step(device=CPU):
     """A recorder around one step, which is judged at its end."""
     with StreamRecorder() as recorder:
-        with streams.step(CPU):
+        with streams.step(device):
             yield recorder
         recorder.finish_step()
 
@@ -322,7 +323,42 @@ def test_wait_of_a_collective_orders_the_stream_that_calls_it(lonely_world):
             streams.hold(x, Role.COMPUTE)
         x + 1
     (finding,) = recorder.findings
-    assert (finding.first.stream.role, finding.then.stream) == ("default", Role.COMPUTE)
+    assert finding.first.name == "c10d.allreduce_"
+    assert (finding.first.stream, finding.then.stream) == (Role.COMM, Role.COMPUTE)
+
+
+def exchange_on_comm(is_async, waits, device=CPU):
+    """Rows that comm exchanges between ranks and compute reads behind the event of comm; the report of it."""
+    with recorded_step(device) as recorder:
+        sent, received = torch.ones(4, device=device) * 2, torch.empty(4, device=device)
+        ready = streams.record()
+        with streams.on(Role.COMM, "F 0.1 dispatch"):
+            streams.wait(ready)
+            handle = dist.all_to_all_single(received, sent, async_op=is_async)
+            if handle is not None and waits:
+                handle.wait()
+            streams.hold(sent, Role.COMPUTE)
+            streams.hold(received, Role.COMPUTE)
+            arrived = streams.record()
+        streams.wait(arrived)
+        received + 1
+    return [finding_text(finding) for finding in recorder.findings]
+
+
+def test_collective_that_is_not_asynchronous_runs_on_the_stream_that_calls(lonely_world, monkeypatch):
+    assert exchange_on_comm(is_async=False, waits=False) == []
+    monkeypatch.setattr(collectives, "_handle_in", lambda result: None)  # NCCL has none to give
+    monkeypatch.setattr(dist.Work, "wait", lambda handle, timeout=None: True)  # and nobody waits
+    assert exchange_on_comm(is_async=False, waits=False) == []
+
+
+def test_asynchronous_collective_is_behind_nobody_who_does_not_wait(lonely_world):
+    assert exchange_on_comm(is_async=True, waits=True) == []
+    first, *more = exchange_on_comm(is_async=True, waits=False)
+    assert more == []
+    assert "first  c10d.alltoall_base_ on default group in F 0.1 dispatch" in first
+    assert "then   aten.add on compute" in first
+    assert first.endswith("compute has not waited for default group")
 
 
 def test_collective_that_nobody_waits_for_is_found(lonely_world):
