@@ -6,8 +6,9 @@
 
 For each kind of communication: its time per trace, and the share of it during which a compute kernel ran on the same
 GPU. Times are unions of intervals, so that nothing counts twice. In a profiled run the stages are named in the trace:
-what a `dispatch` or a `combine` launches is of that kind, whatever the kernels are. Elsewhere, and in traces of other
-runs, kernels are known by their names; `send and receive` are then messages between stages and exchanges alike.
+what the host launches in a `dispatch` or a `combine` is of that kind, whatever the kernels are, and whichever thread
+launches it (backward has one of its own). Elsewhere, in a replayed graph, and in traces of other runs, kernels are
+known by their names; `send and receive` are then messages between stages and exchanges alike.
 """
 
 import json
@@ -27,6 +28,9 @@ from megatron.core.pipeline_parallel.overlap.meter import Span, hidden_share, un
 
 FIRST_STEP, LAST_STEP = 3, 5
 STAGES = ("dispatch", "combine")
+PASSES = ("F", "B", "W")
+"""What a stage's label begins with."""
+LAUNCHES = ("cuda_runtime", "cuda_driver")
 NCCL_KINDS = {
     "reduce-scatter": ("ReduceScatter",),
     "all-gather": ("AllGather",),
@@ -50,29 +54,38 @@ def kind_of(name: str, stage: str) -> str | None:
 
 def read_spans(events: Sequence[dict[str, Any]]) -> dict[str | None, list[Span]]:
     """Spans of all device kernels in microseconds, by kind; None holds compute."""
-    stages = _stages_by_stream(events)
+    stages, launches = _stages(events), _launch_times(events)
     spans: dict[str | None, list[Span]] = {None: []}
     for event in events:
         if event.get("ph") == "X" and event.get("cat") == "kernel":
-            kind = kind_of(event["name"], _stage_around(event, stages.get(event["tid"], [])))
+            launch = launches.get(event.get("args", {}).get("correlation"))
+            kind = kind_of(event["name"], _stage_at(launch, stages))
             spans.setdefault(kind, []).append((event["ts"], event["ts"] + event["dur"]))
     return spans
 
 
-def _stages_by_stream(events: Sequence[dict[str, Any]]) -> dict[Any, list[tuple[float, float, str]]]:
-    """(begin, end, stage) of each dispatch and combine on each stream, in order."""
-    found: dict[Any, list[tuple[float, float, str]]] = {}
+def _stages(events: Sequence[dict[str, Any]]) -> list[tuple[float, float, str]]:
+    """(begin, end, name) of each stage on the host, in order; one at a time is open."""
+    found = []
     for event in events:
-        stage = str(event.get("name")).split()[-1:]
-        if event.get("ph") == "X" and event.get("cat") == "gpu_user_annotation" and stage and stage[0] in STAGES:
-            found.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"], stage[0]))
-    return {stream: sorted(spans) for stream, spans in found.items()}
+        words = str(event.get("name")).split()
+        if event.get("ph") == "X" and event.get("cat") == "user_annotation" and words and words[0] in PASSES:
+            found.append((event["ts"], event["ts"] + event["dur"], words[-1]))
+    return sorted(found)
 
 
-def _stage_around(kernel: dict[str, Any], stages: Sequence[tuple[float, float, str]]) -> str:
-    """The stage of its stream that the kernel lies in; empty if there is none."""
-    before = bisect_right(stages, (kernel["ts"], float("inf"), ""))
-    return stages[before - 1][2] if before and kernel["ts"] <= stages[before - 1][1] else ""
+def _launch_times(events: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """When the host launched a kernel, by the number that the two events share."""
+    calls = (event for event in events if event.get("ph") == "X" and event.get("cat") in LAUNCHES)
+    return {call["args"]["correlation"]: call["ts"] for call in calls if "correlation" in call.get("args", {})}
+
+
+def _stage_at(time: float | None, stages: Sequence[tuple[float, float, str]]) -> str:
+    """The stage that is open at a time of the host; empty if there is none."""
+    if time is None:
+        return ""
+    before = bisect_right(stages, (time, float("inf"), ""))
+    return stages[before - 1][2] if before and time <= stages[before - 1][1] else ""
 
 
 def report(spans: dict[str | None, list[Span]]) -> Iterator[str]:
