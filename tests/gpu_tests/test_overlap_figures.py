@@ -1,70 +1,170 @@
-"""Slice A with and without overlap: step time, hidden share, memory by stream, by the room that the exchange has.
+"""Slice A with and without overlap, eager and captured: step time, what is hidden, what slows down, memory by stream.
 
-One rank holds all experts and sends all rows to itself through the kernels of symmetric memory, so that there is more
-to hide than between GPUs. Eager: the host is ahead of the device in this slice. A block of the allocator stays with the
-stream that it was made for, so that two streams reserve more than is in use. Figures are printed and written to $OUT or
-the evidence.
+One rank holds all experts and sends all rows to itself through the kernels of symmetric memory: all traffic is that of
+one device's memory, which the compute beside it wants too. One run takes the ways to run a step one after the other,
+the plain one first and last. Figures are printed and written to $OUT or the evidence.
 """
 
 import gc
 import statistics
+import time
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from megatron.core import streams
 from megatron.core.fusions.fused_grouped_linear import grouped_linear
+from megatron.core.pipeline_parallel.overlap.meter import OverlapMeter, hidden_share, union
+from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_launch import Launch
 from megatron.core.utils.sm_reservation import leaving_sms_free
-from megatron.training.callbacks.hidden_share import HiddenShare
-from tests.gpu_tests.test_graph_figures import FOLDER, MIB, slice_flags, train
-from tests.gpu_tests.test_overlap_runs import SwitchOn
+from megatron.training.callbacks.base import Callback
+from tests.gpu_tests.test_graph_figures import FOLDER, GRAPH, MIB, slice_flags, train
+from tools.benchmark.kernels import kernel_table, read_trace
 from tools.benchmark.result import write_result
+from tools.profile_overlap import read_spans
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-NUM_STEPS = 6
 FLAGS = (
     "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-engine symm_mem "
-    f"--global-batch-size 16 --train-iters {NUM_STEPS}"
+    "--global-batch-size 16 --train-iters {num_steps} "
 )
-FIRST_TIMED_STEP = 4
-LEFT_MIB = 1.0
 ROWS, WIDTH, EXPERT_WIDTH, EXPERTS = 131072, 2048, 1536, 128
+WARM_UP = 2
+SETTLING, METERED, PROFILED, STEPS_PER_WAY = 0, 5, 6, 7
+"""Steps of a way, the others are timed; the first captures where steps are captured."""
+LEFT_MIB = 1.0
+DRIFT = 0.03
+GROUPS = {
+    "products of the experts": "GroupProblemShape",
+    "weight gradients of the experts": "_grouped_wgrad",
+    "attention": "sdpa",
+    "dense products": "nvjet",
+}
+"""Kernels of compute by a part of their name."""
+SHOWN_KERNELS = 25
 
 
-class Figures(HiddenShare):
-    """Of the last steps: hidden share; MiB most in use and reserved beside what stays, by stream, and what is left."""
+class Way(NamedTuple):
+    """How a step is run."""
 
-    def __init__(self):
-        super().__init__()
-        self.shares, self.after, self.memory = [], [], {}
+    overlaps: bool = True
+    num_sms: int = 0
+    """Multiprocessors that the exchange has beside the experts; 0: it takes what it gets."""
+    has_priority: bool = False
+    delays_wgrad: bool = True
+
+
+OFF = Way(overlaps=False, delays_wgrad=False)
+WAYS = {
+    "off": OFF,
+    "on": Way(),
+    "on, 16 SMs": Way(num_sms=16),
+    "on, priority": Way(has_priority=True),
+    "on, priority, 16 SMs": Way(num_sms=16, has_priority=True),
+    "on, weight gradients within backward": Way(delays_wgrad=False),
+    "off again": OFF,
+}
+NUM_STEPS = WARM_UP + STEPS_PER_WAY * len(WAYS)
+
+
+class Tour(Callback):
+    """Takes a run through the ways; `figures` by way."""
+
+    def __init__(self, folder):
+        self.figures = {name: {} for name in WAYS}
+        self._trace = folder / "trace.json"
+        self._meter = OverlapMeter()
+        self._times, self._after = [], []
 
     def on_step_start(self, run):
-        super().on_step_start(run)
-        if run.state.iteration == 2:
-            torch.cuda.synchronize()
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        self._name, self._phase = self._place(run)
+        if self._phase == SETTLING:
+            self._begin_way(run, WAYS[self._name])
+        if self._phase == METERED:
+            streams.set_observer(self._meter)
+        torch.cuda.synchronize()
+        if self._phase == PROFILED:
+            self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self._profiler.start()
+        self._begin = time.perf_counter()
 
     def on_step_end(self, run, result):
-        super().on_step_end(run, result)
         torch.cuda.synchronize()
-        self.shares.append(run.hidden_share)
-        self.after.append(torch.cuda.memory_allocated() / MIB)
-        if run.state.iteration == NUM_STEPS:
-            in_use, reserved = torch.cuda.max_memory_allocated() / MIB, torch.cuda.max_memory_reserved() / MIB
-            by_stream, comm = reserved_by_stream(), streams._STATE.comm
-            self.memory = {
-                "stays": self.after[-1],
-                "step in use": in_use - self.after[-1],
-                "step reserved": reserved - self.after[-1],
-                "reserved beyond in use": reserved - in_use,
-                "reserved by stream": sorted(by_stream.values(), reverse=True),
+        if self._phase is None:
+            return
+        if self._phase == METERED:
+            streams.set_observer(None)
+            self.figures[self._name]["hidden, by the meter"] = self._meter.take_share()
+        elif self._phase == PROFILED:
+            self._profiler.stop()
+            self.figures[self._name] |= self._device_figures()
+        elif self._phase != SETTLING:
+            self._times.append(1e3 * (time.perf_counter() - self._begin))
+            self._after.append(torch.cuda.memory_allocated() / MIB)
+        if self._phase == METERED - 1:
+            self._end_timing()
+
+    @staticmethod
+    def _place(run):
+        """Name of the way that the coming step is of, and its number there; Nones before the first way."""
+        way, phase = divmod(run.state.iteration - WARM_UP, STEPS_PER_WAY)
+        return (list(WAYS)[way], phase) if way >= 0 else (None, None)
+
+    def _begin_way(self, run, way):
+        for chunk in run.model:
+            chunk.config.overlap_moe_expert_parallel_comm = way.overlaps
+            chunk.config.delay_wgrad_compute = way.delays_wgrad
+            chunk.config.high_priority_a2a_comm_stream = way.has_priority
+            chunk.config.moe_flex_dispatcher_num_sms = way.num_sms or None
+            for module in chunk.modules():
+                if hasattr(module, "token_dispatcher"):
+                    module.token_dispatcher.engine._launch = Launch.of(way.num_sms or None)
+        if run.guarded_steps is not None:
+            run.guarded_steps._destroy_graphs()  # the next step captures
+        self._times, self._after = [], []
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def _end_timing(self):
+        assert abs(self._after[-1] - self._after[0]) <= LEFT_MIB, f"{self._name}: a step leaves memory: {self._after}"
+        by_stream = reserved_by_stream()
+        comm = streams._STATE.comm if WAYS[self._name].overlaps else None
+        self.figures[self._name] |= {
+            "step ms": statistics.median(self._times),
+            "times ms": self._times,
+            "memory MiB": {
+                "stays": self._after[-1],
+                "step in use": torch.cuda.max_memory_allocated() / MIB - self._after[-1],
+                "step reserved": torch.cuda.max_memory_reserved() / MIB - self._after[-1],
                 "reserved for the communication stream": by_stream.get(comm.cuda_stream, 0.0) if comm else 0.0,
-            }
+            },
+        }
+
+    def _device_figures(self):
+        """Of the profiled step: exchange and compute in all, what is hidden, kernels by group and by name."""
+        self._profiler.export_chrome_trace(str(self._trace))
+        events = read_trace(self._trace)
+        spans, table = read_spans(events), kernel_table(events, 1)
+        exchange = [span for kind, found in spans.items() if kind is not None for span in found]
+        kernels = {row["name"]: row["ms"] for row in table["kernels"]}
+        return {
+            "hidden, by the profile": hidden_share(exchange, spans[None]),
+            "exchange ms": sum(end - begin for begin, end in exchange) / 1e3,
+            "compute ms": sum(end - begin for begin, end in spans[None]) / 1e3,
+            "device busy with compute ms": sum(end - begin for begin, end in union(spans[None])) / 1e3,
+            "device busy ms": table["busy_ms"],
+            "device span ms": table["span_ms"],
+            "groups ms": {
+                group: sum(ms for name, ms in kernels.items() if part in name) for group, part in GROUPS.items()
+            },
+            "kernels ms": {name[-90:]: ms for name, ms in list(kernels.items())[:SHOWN_KERNELS]},
+        }
 
 
 def reserved_by_stream():
@@ -73,21 +173,6 @@ def reserved_by_stream():
     for segment in torch.cuda.memory_snapshot():
         found[segment["stream"]] = found.get(segment["stream"], 0.0) + segment["total_size"] / MIB
     return found
-
-
-def figures_of(capfd, num_sms=0, switches=()):
-    """Figures of one way to run the slice; without multiprocessors the exchange has the whole device and no room."""
-    streams.reset()
-    watch = Figures()
-    room = f" --moe-flex-dispatcher-num-sms {num_sms}" if num_sms else ""
-    times = train(slice_flags(FLAGS + room), [*switches, watch], capfd)
-    shares = [share for share in watch.shares if share is not None]
-    assert abs(watch.after[-1] - watch.after[-2]) <= LEFT_MIB, f"a step leaves memory: {watch.after}"
-    return {
-        "step ms": statistics.median(ms for step, ms in times.items() if step >= FIRST_TIMED_STEP),
-        "hidden": statistics.median(shares) if shares else None,
-        "memory MiB": watch.memory,
-    }
 
 
 def product_tflops(num_sms, repeats=20):
@@ -106,24 +191,38 @@ def product_tflops(num_sms, repeats=20):
     return 2e-9 * ROWS * WIDTH * EXPERT_WIDTH * repeats / begin.elapsed_time(end)
 
 
-def run_ways(capfd, name, rooms):
-    """Figures without overlap and with each room, written and returned."""
-    found = {"product TFLOP/s": {str(n): product_tflops(n) for n in (0, 8, 16, 32)}, "off": figures_of(capfd)}
-    for num_sms in rooms:
-        found[f"on, {num_sms} SMs"] = figures_of(capfd, num_sms, [SwitchOn(True)])
-    print(found)
-    write_result(FOLDER / f"{name}.json", found)
-    return found
+def figures_of_all_ways(capfd, folder, name, flags):
+    """Run the tour; its figures, printed, written and returned."""
+    streams.reset()
+    torch.cuda.Stream(priority=-1)  # made before a capture could need it
+    tour = Tour(folder)
+    found = {"product TFLOP/s": {str(n): product_tflops(n) for n in (0, 8, 16, 32)}, "ways": tour.figures}
+    try:
+        train(slice_flags(FLAGS.format(num_steps=NUM_STEPS) + flags), [tour], capfd)
+    finally:
+        streams.reset()
+        for way, figures in tour.figures.items():
+            print(way, {key: value for key, value in figures.items() if key != "kernels ms"})
+        write_result(FOLDER / f"{name}.json", found)
+    return tour.figures
 
 
-def test_step_and_memory_of_slice_a(capfd):
-    found = run_ways(capfd, "overlap-A-1gpu", (0, 16))
-    off, on = found["off"], found["on, 16 SMs"]
+def test_eager_ways_of_slice_a(capfd, tmp_path):
+    found = figures_of_all_ways(capfd, tmp_path, "overlap-A-1gpu", "")
+    off, on = found["off"], found["on"]
+    assert abs(found["off again"]["step ms"] / off["step ms"] - 1) <= DRIFT
     assert off["memory MiB"]["reserved for the communication stream"] == 0.0
     assert on["memory MiB"]["reserved for the communication stream"] > 0.0
     assert on["memory MiB"]["step in use"] > off["memory MiB"]["step in use"]
-    assert on["hidden"] > 0
+    assert off["hidden, by the meter"] is None
+    assert on["hidden, by the meter"] > 0.3
+    assert off["hidden, by the profile"] == 0.0
+    assert on["hidden, by the profile"] > 0.3
 
 
-def test_step_of_slice_a_with_more_room(capfd):
-    run_ways(capfd, "overlap-A-rooms-1gpu", (8, 32))
+def test_captured_ways_of_slice_a(capfd, tmp_path):
+    found = figures_of_all_ways(capfd, tmp_path, "overlap-A-graph-1gpu", GRAPH)
+    off, on = found["off"], found["on"]
+    assert abs(found["off again"]["step ms"] / off["step ms"] - 1) <= DRIFT
+    assert off["hidden, by the profile"] == 0.0
+    assert on["hidden, by the profile"] > 0.3

@@ -7,6 +7,7 @@ there, as nothing needs to be hidden; a callback switches it on.
 import contextlib
 import io
 import json
+import statistics
 
 import pytest
 import torch
@@ -94,10 +95,12 @@ def test_meter_and_profile_state_the_share_that_is_hidden(tmp_path, is_hidden, l
 # What a run reports.
 
 SIZES = (
-    "--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --seq-length 2048 --max-position-embeddings 2048 "
-    "--moe-ffn-hidden-size 768 --num-experts 16 --micro-batch-size 2 --global-batch-size 8 "
-    "--attention-dropout 0 --hidden-dropout 0 "
+    "--num-layers 2 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --max-position-embeddings 4096 "
+    "--moe-ffn-hidden-size 768 --num-experts 32 --moe-router-topk 8 --micro-batch-size 4 --global-batch-size 16 "
+    "--attention-dropout 0 --hidden-dropout 0 --init-device device "
 )
+"""A stage takes the device longer than the host takes to launch it; else the next one finds nothing to run beside."""
+LEAST_HIDDEN = 0.3
 
 
 def test_run_under_the_profiler_is_reported(start, tmp_path):
@@ -111,10 +114,10 @@ def test_run_under_the_profiler_is_reported(start, tmp_path):
     text = printed.getvalue()
     print(text)
     kinds = {line.split()[0]: line.split()[1:] for line in text.splitlines()[2:]}
-    assert {"dispatch", "combine", "all"} <= set(kinds)
-    for kind in ("dispatch", "combine", "all"):
-        assert float(kinds[kind][0]) > 0
-        assert 0 <= float(kinds[kind][1].rstrip("%")) <= 100
+    assert set(kinds) == {"dispatch", "combine", "all"}
+    for time_ms, share in kinds.values():
+        assert float(time_ms) > 0
+        assert 100 * LEAST_HIDDEN <= float(share.rstrip("%")) <= 100
     kernels = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "kernel"]
     named = {name: {k["tid"] for k in kernels if k["name"] == name} for name in SYMMETRIC_KERNELS}
     (comm,) = set().union(*named.values())
@@ -132,7 +135,7 @@ def test_share_is_logged_eagerly_and_not_under_a_graph(start):
     print(f"hidden share by step: eager {shares[0]}, around a graph {shares[1]}")
     assert len(shares[0]) >= 6
     assert all(0.0 <= share <= 1.0 for share in shares[0])
-    assert max(shares[0]) > 0.0
+    assert statistics.median(shares[0]) >= LEAST_HIDDEN
     assert len(shares[1]) <= 4  # of the eager steps before the capture
 
 
