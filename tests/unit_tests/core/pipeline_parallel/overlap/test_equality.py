@@ -40,9 +40,15 @@ FORMS = {
     "one by one": {"is_grouped": False},
 }
 PIPES = {"PP1": {}, "PP2xVPP2": {"pp": 2, "vpp": 2}}
-# on one stage every way, in the pipeline one way in turn
+RECOMPUTE = {
+    "all layers": ("uniform", "1"),
+    "pairs of layers": ("uniform", "2"),
+    "first layer": ("block", "1"),
+    "parts": ("core_attn", "layernorm", "moe_act"),
+}
+# every way, and one kind of recompute in turn
 SWEEP = [
-    ((experts, mix, form, pipe), list(WAYS) if pipe == "PP1" else [list(WAYS)[(i + j + k) % 3]])
+    ((experts, mix, form, pipe), list(RECOMPUTE)[(i + j + k) % 4])
     for (i, experts), (j, mix), (k, form), pipe in itertools.product(
         enumerate(EXPERTS), enumerate(MIXES), enumerate(("alltoall", "flex")), PIPES
     )
@@ -117,13 +123,19 @@ def test_overlap_changes_no_bit(pool, cell):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("cell", "ways"), SWEEP, ids=str)
-def test_overlap_changes_no_bit_over_many_steps(pool, cell, ways):
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("cell", "kind"), SWEEP, ids=str)
+def test_overlap_changes_no_bit_over_many_steps(pool, cell, kind):
     _, mix, _, pipe = cell
-    off, ons = run_all(pool, cell, [WAYS[way] for way in ways], 20, 6 if pipe == "PP1" else 8)
-    for way, on in zip(ways, ons, strict=True):
+    recomputed = {**WAYS["delayed"], "recompute": RECOMPUTE[kind]}
+    off, ons = run_all(pool, cell, [*WAYS.values(), recomputed], 20, 6 if pipe == "PP1" else 8)
+    *plain, last = ons
+    for way, on in zip(WAYS, plain, strict=True):
         assert_same_bits(off, on)
         check_counters(on, way, mix, pipe, 20)
+    assert_same_bits(off, last)
+    assert last.counters["pairs overlapped"] == plain[0].counters["pairs overlapped"]
+    assert (last.counters["stages recomputed"] > 0) == (kind != "parts")
 
 
 FP8 = {
@@ -159,12 +171,6 @@ def test_any_number_of_microbatches(pool, num_microbatches):
     assert on.counters["pairs overlapped"] == num_microbatches - 1
 
 
-RECOMPUTE = {
-    "all layers": ("uniform", "1"),
-    "pairs of layers": ("uniform", "2"),
-    "first layer": ("block", "1"),
-    "parts": ("core_attn", "layernorm", "moe_act"),
-}
 PARTS = {"all moe": (), "dense last": ("mlp",), "dense first, shared": ("mlp", "shared_experts")}
 """More of them, where the model has them."""
 RECOMPUTED = list(itertools.product(MIXES, ("alltoall", "flex"), PIPES))
