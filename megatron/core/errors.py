@@ -27,6 +27,10 @@ class RankFailure(RuntimeError):
     """Another rank died, hangs or left with an error of its own; the message names it."""
 
 
+class DivergenceError(RuntimeError):
+    """A loss or a gradient is NaN or infinite; nothing was updated with it."""
+
+
 class StreamOrderError(RuntimeError):
     """--check-streams found work or memory used without order, or ranks that communicate differently."""
 
@@ -37,6 +41,7 @@ USER_ERRORS: tuple[type[Exception], ...] = (
     CheckpointError,
     DataError,
     RankFailure,
+    DivergenceError,
     StreamOrderError,
 )
 

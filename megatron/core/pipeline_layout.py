@@ -70,7 +70,8 @@ def expand_layout(text: str) -> str:
 
 def layout_problem(config: Any) -> LayoutProblem | None:
     """What keeps the layers from being dealt out, with a split that works; None if nothing does."""
-    if not config.num_layers or config.pipeline_model_parallel_size < 1 or num_chunks(config) < 1:
+    per_chunk = config.num_layers_per_virtual_pipeline_stage or 1
+    if min(config.num_layers, config.pipeline_model_parallel_size, num_chunks(config), per_chunk) < 1:
         return None
     clash = _clash(config)
     if clash is not None:
@@ -114,10 +115,10 @@ def _even(config: Any) -> list[int] | LayoutProblem:
     chunk_size = config.num_layers_per_virtual_pipeline_stage
     stages = ranks * num_chunks(config)
     per_stage, rest = divmod(_counted_layers(config), stages)
-    counts = [per_stage] * stages
-    counts[0] -= config.account_for_embedding_in_pipeline_split
-    counts[-1] -= config.account_for_loss_in_pipeline_split
     if not rest and per_stage == (chunk_size or per_stage) > 0:
+        counts = [per_stage] * stages
+        counts[0] -= config.account_for_embedding_in_pipeline_split
+        counts[-1] -= config.account_for_loss_in_pipeline_split
         return counts
     names = ["num_layers", "pipeline_model_parallel_size"]
     names += [name for name in (_PER_CHUNK, *_ACCOUNT) if getattr(config, name)]
@@ -144,6 +145,8 @@ def _spell_out(config: Any, stages: int) -> str:
     given = [flag for name, flag in spellings.items() if getattr(config, name) and name not in config.origins]
     if config.num_layers < config.pipeline_model_parallel_size - 1:
         return f"--pipeline-model-parallel-size {config.num_layers}"
+    if stages > config.num_layers + 2 and VPP not in config.origins:
+        return f"lower {spellings[VPP]}"
     layout = f"--pipeline-model-parallel-layout '{_balanced(config.num_layers, stages)}'"
     return f"{layout} instead of {' '.join(given)}" if given else layout
 

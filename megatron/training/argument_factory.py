@@ -176,6 +176,8 @@ def _convert_word(spec: FlagSpec, word: str) -> Any:
         raise ValueError(f"{error}; correct it") from error
     if isinstance(converted, float) and not math.isfinite(converted):
         raise ValueError("not a finite number; give one")
+    if isinstance(converted, int) and not -(2**63) <= converted < 2**63:
+        raise ValueError("an integer of 64 bits; give a smaller one")
     if spec.choices is None or converted in spec.choices:
         return converted
     for row in flag_table.VALUES:

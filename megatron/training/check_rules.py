@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.core.configs.compat import Rule
 from megatron.core.fp8.recipes import Scaling, recipe_spec
+from megatron.core.utils.device import uses_gpu
 
 
 def _refused(rule_id: str, feature: str, fields: str, violated_if: Any, why: str, remedy: str) -> Rule:
@@ -311,6 +312,22 @@ TRAINING_RULES: tuple[Rule, ...] = (
         ),
         "random numbers cannot be drawn a second time inside a capture",
         "set --attention-dropout 0 --hidden-dropout 0 and no --moe-input-jitter-eps, or drop --recompute-granularity",
+    ),
+    _refused(
+        "profile-needs-gpu",
+        "ranges for Nsight Systems in a run on a CPU",
+        "profile use_pytorch_profiler device",
+        lambda args: args.profile and not args.use_pytorch_profiler and not uses_gpu(args.device),
+        "they are marked by the CUDA driver",
+        "add --use-pytorch-profiler, or drop --profile",
+    ),
+    _refused(
+        "profile-ranks",
+        "a profile of ranks that the run does not have",
+        "profile_ranks world_size",
+        lambda args: args.profile and any(not 0 <= rank < args.world_size for rank in args.profile_ranks),
+        "ranks are counted from 0 to the world size less 1",
+        "correct --profile-ranks, or drop it to profile all",
     ),
     _refused(
         "no-data",

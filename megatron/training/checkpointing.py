@@ -130,7 +130,8 @@ class Source:
 def find_source(args: argparse.Namespace) -> Source | None:
     """The checkpoint that the flags name, or None for a fresh start. Reads the tracker on this rank.
 
-    Raises: CheckpointError for a tracker that names no readable checkpoint, or with --exit-on-missing-checkpoint.
+    Raises: CheckpointError for a tracker that names no readable checkpoint, and for no checkpoint where
+    --pretrained-checkpoint or --exit-on-missing-checkpoint ask for one.
     """
     for root, weights_only in ((args.load, args.finetune), (args.pretrained_checkpoint, True)):
         if root is None:
@@ -138,19 +139,16 @@ def find_source(args: argparse.Namespace) -> Source | None:
         folder = paths.folder_to_load(Path(root), args.ckpt_step, args.ckpt_fallback)
         if folder is not None:
             return Source(folder, weights_only or folder.name == "release")
+    if args.pretrained_checkpoint is not None:
+        raise CheckpointError(
+            f"--pretrained-checkpoint {args.pretrained_checkpoint}: no checkpoint there; name a folder that holds one, "
+            "or drop the flag to start from initial weights"
+        )
     if args.load is not None and args.exit_on_missing_checkpoint:
         raise CheckpointError(
             f"--load {args.load}: no checkpoint there; drop --exit-on-missing-checkpoint to start fresh"
         )
     return None
-
-
-def _announce_fresh_start(args: argparse.Namespace) -> None:
-    named = ("load", "pretrained_checkpoint")
-    flags = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in named if getattr(args, name) is not None]
-    remedy = "" if args.load is None else "; --exit-on-missing-checkpoint refuses that"
-    text = f"{' '.join(flags)}: no checkpoint there, the run starts from initial weights{remedy}"
-    log_single_rank(logger, logging.WARNING, text)
 
 
 def load_checkpoint(run: TrainingRun) -> Callable[[], None]:
@@ -161,8 +159,10 @@ def load_checkpoint(run: TrainingRun) -> Callable[[], None]:
     args = run.args
     source = on_first_rank(lambda: find_source(args))
     if source is None:
-        if args.load is not None or args.pretrained_checkpoint is not None:
-            _announce_fresh_start(args)
+        if args.load is not None:
+            text = f"--load {args.load}: no checkpoint there, the run starts from initial weights; "
+            text += "--exit-on-missing-checkpoint refuses that"
+            log_single_rank(logger, logging.WARNING, text)
         return lambda: None
     common = None if source.weights_only else on_first_rank(lambda: _load_common(source.folder))
     with_optimizer = common is not None and not args.no_load_optim

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, DivergenceError
 from megatron.core.full_iteration_graph import CudaRecording, FullIterationGraph, GraphPool, collect_blockers
 from megatron.core.full_iteration_graph.graph import Body, Recording
 from megatron.core.full_iteration_graph.static_inputs import Batch
@@ -320,7 +320,7 @@ class GuardedSteps:
         for chunk in run.model:
             for bucket in getattr(chunk, "bucket_groups", ()):
                 bucket.raise_if_not_finite()
-        raise RuntimeError(
+        raise DivergenceError(
             f"iteration {iteration}: grad norm={report.values[0]}: the gradients of another rank are not finite, or "
             "their squares overflow; lower the learning rate, or pass --no-check-for-nan-in-loss-and-grad."
         )

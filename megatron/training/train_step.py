@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.errors import DivergenceError
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -70,7 +71,7 @@ def refuse_non_finite(losses: Mapping[str, float], iteration: int) -> None:
     """Stop on a loss that is inf or nan, on all ranks alike, before the optimizer can spread it."""
     bad = {key: value for key, value in losses.items() if not isfinite(value)}
     if bad:
-        raise RuntimeError(
+        raise DivergenceError(
             f"iteration {iteration}: {', '.join(f'{key}={value}' for key, value in bad.items())}: the loss must be "
             "finite; lower the learning rate or look at the data, or pass --no-check-for-nan-in-loss-and-grad."
         )

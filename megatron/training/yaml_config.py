@@ -28,8 +28,9 @@ def words_from_file(path: str, specs: dict[str, FlagSpec]) -> list[str]:
     """Read the file; every key must be known."""
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"yaml_cfg={path!r}: cannot be read ({error}); correct --yaml-cfg") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"yaml_cfg={path!r}: cannot be read ({reason}); correct --yaml-cfg") from error
     if not isinstance(content, dict):
         raise ConfigError(f"yaml_cfg={path!r}: holds no mapping of flags to values; write `flag: value` lines")
     words: list[str] = []

@@ -9,6 +9,9 @@ from megatron.core.configs.base import ConfigTopic, Violation, violation
 from megatron.core.configs.flag_spec import knob
 
 _PIECE = 16
+MOST_MARGIN = 15
+"""A larger power of two leaves nothing of the range of e5m2."""
+LONGEST_HISTORY = 65536
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -47,11 +50,10 @@ class Fp8Config(ConfigTopic):
         if self.fp8 is None:
             return []
         found = []
-        if self.fp8_margin < 0:
-            found.append(violation(self, "fp8_margin", "not negative", "set --fp8-margin to 0 or more"))
-        if self.fp8_amax_history_len < 1:
-            remedy = "set --fp8-amax-history-len to 1 or more"
-            found.append(violation(self, "fp8_amax_history_len", "a history has at least one step", remedy))
+        for name, least, most in (("fp8_margin", 0, MOST_MARGIN), ("fp8_amax_history_len", 1, LONGEST_HISTORY)):
+            if not least <= getattr(self, name) <= most:
+                remedy = f"set --{name.replace('_', '-')} to such a number"
+                found.append(violation(self, name, f"from {least} to {most}", remedy))
         counts = "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
         if min(self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16) < 0:
             found.append(violation(self, counts, "not negative", "set both to 0 or more"))

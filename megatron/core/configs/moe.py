@@ -160,7 +160,7 @@ class MoEConfig(ConfigTopic):
         found = []
         for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and value < 1 and name not in self.origins:
                 remedy = f"set --{name.replace('_', '-')} to a positive number or drop it"
                 found.append(violation(self, name, "an expert has a width", remedy))
         if self.moe_flex_dispatcher_num_sms is not None and self.moe_flex_dispatcher_num_sms < 1:
@@ -174,6 +174,9 @@ class MoEConfig(ConfigTopic):
         for name in strengths:
             if (getattr(self, name) or 0.0) < 0.0:
                 found.append(violation(self, name, "not negative", f"set --{name.replace('_', '-')} to 0 or more"))
+        if self.moe_router_topk_scaling_factor is not None and self.moe_router_topk_scaling_factor <= 0.0:
+            why, remedy = "experts add to the stream", "set --moe-router-topk-scaling-factor above 0, or drop it"
+            found.append(violation(self, "moe_router_topk_scaling_factor", why, remedy))
         if any(coefficient < 0.0 for coefficient in self.aux_loss_coefficients):
             found.append(violation(self, "moe_aux_loss_coeff", "not negative", "set --moe-aux-loss-coeff to 0 or more"))
         return found

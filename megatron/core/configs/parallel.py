@@ -81,7 +81,9 @@ class ModelParallelConfig(OverlapConfig, PipelineConfig):
             "context_parallel_size",
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
-            "virtual_pipeline_model_parallel_size",
         )
-        wrong = [name for name in sizes if getattr(self, name) is not None and getattr(self, name) < 1]
-        return [violation(self, name, "a group has at least one rank", "use 1 or more") for name in wrong]
+        wrong = [name for name in sizes if getattr(self, name) < 1 and name not in self.origins]
+        return [
+            violation(self, name, "a group has at least one rank", f"set --{name.replace('_', '-')} to 1 or more")
+            for name in wrong
+        ]

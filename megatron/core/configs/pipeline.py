@@ -71,9 +71,12 @@ class PipelineConfig(PrecisionConfig):
     def check(self) -> list[Violation]:
         """Chunks need stages, and nothing that only chunks read is given without them."""
         found = []
-        if self.num_layers_per_virtual_pipeline_stage == 0:
-            remedy = "set --num-layers-per-virtual-pipeline-stage to 1 or more, or drop it"
-            found.append(violation(self, "num_layers_per_virtual_pipeline_stage", "a chunk has layers", remedy))
+        for name, flag, why in (
+            ("num_layers_per_virtual_pipeline_stage", "num-layers-per-virtual-pipeline-stage", "a chunk has layers"),
+            (VPP, "num-virtual-stages-per-pipeline-rank", "a pipeline rank has at least one chunk of layers"),
+        ):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                found.append(violation(self, name, why, f"set --{flag} to 1 or more, or drop it"))
         if (self.virtual_pipeline_model_parallel_size or 1) > 1 and self.pipeline_model_parallel_size == 1:
             found.append(
                 violation(

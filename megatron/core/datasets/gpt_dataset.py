@@ -166,8 +166,13 @@ class GPTDataset(MegatronDataset):
             )
 
         def build() -> Arrays:
-            order = build_sample_order(sizes, self.indices, plan, length, self.config.random_seed, extra)
-            return vars(order)
+            try:
+                return vars(build_sample_order(sizes, self.indices, plan, length, self.config.random_seed, extra))
+            except MemoryError as error:
+                raise DataError(
+                    f"{what}: the indices of {plan.num_samples} samples in {plan.num_epochs} epochs do not fit into "
+                    "memory; lower --train-iters, --train-samples or --eval-iters."
+                ) from error
 
         def accept(arrays: Arrays) -> bool:
             # A data file that was written again under its old name changes one of these numbers.

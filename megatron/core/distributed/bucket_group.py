@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.distributed.grad_scaling import GradReduction
 from megatron.core.distributed.param_and_grad_buffer import get_main_grad
 from megatron.core.distributed.param_layout import shard_range
+from megatron.core.errors import DivergenceError
 from megatron.core.utils.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.core.utils.groups import group_rank, group_size
 from megatron.core.utils.logging import get_rank
@@ -179,7 +180,7 @@ class BucketGroup:
         if bool(torch.isfinite(torch.linalg.vector_norm(self.grad_data, ord=float("inf")))):
             return
         bad = [name for name, param in self.params.items() if not bool(get_main_grad(param).isfinite().all())]
-        raise RuntimeError(
+        raise DivergenceError(
             f"rank {get_rank()}: check_for_nan_in_grad=True: NaN or infinity in the gradient of {', '.join(bad)} "
             f"(bucket {self.index}, before its reduction); look for the first bad loss, lower the learning rate, or "
             "let the run go on with --no-check-for-nan-in-loss-and-grad."

@@ -13,6 +13,16 @@ from megatron.core.errors import DataError
 SPECIAL_NAMES = ("eod", "bos", "eos", "pad", "cls", "sep", "mask", "unk")
 
 
+def check_readable(field: str, path: str) -> None:
+    """Raise DataError if the file that the flag of `field` names cannot be opened."""
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        flag = "--" + field.replace("_", "-")
+        raise DataError(f"{field}={path!r}: it cannot be read ({error.strerror}); name a file with {flag}.") from error
+
+
 class MegatronTokenizer(ABC):
     """A mapping between text and token ids 0 to vocab_size - 1.
 

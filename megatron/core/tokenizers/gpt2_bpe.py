@@ -12,7 +12,7 @@ from itertools import pairwise
 import regex
 
 from megatron.core.errors import DataError
-from megatron.core.tokenizers.base import MegatronTokenizer
+from megatron.core.tokenizers.base import MegatronTokenizer, check_readable
 
 WORD_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 END_OF_TEXT = "<|endoftext|>"
@@ -100,10 +100,11 @@ def _join(parts: list[str], pair: tuple[str, str]) -> list[str]:
 
 def _read_vocabulary(path: str) -> dict[str, int]:
     """Read {token: id}."""
+    check_readable("vocab_file", path)
     try:
         with open(path, encoding="utf-8") as stream:
             ids = json.load(stream)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise DataError(f"vocab_file={path!r}: this is no JSON ({error}); name GPT-2's vocab.json.") from error
     if not isinstance(ids, dict) or not ids or not all(isinstance(token, int) for token in ids.values()):
         raise DataError(f"vocab_file={path!r}: an object of tokens with their ids is needed; name GPT-2's vocab.json.")
@@ -112,11 +113,12 @@ def _read_vocabulary(path: str) -> dict[str, int]:
 
 def _read_merges(path: str) -> dict[tuple[str, str], int]:
     """Read one merge a line, best first; a first line that begins with `#version` is skipped."""
+    check_readable("merge_file", path)
     try:
         with open(path, encoding="utf-8") as stream:
             lines = [line for line in stream.read().split("\n") if line and not line.startswith("#version")]
-    except (OSError, ValueError) as error:
-        raise DataError(f"merge_file={path!r}: it cannot be read ({error}); name GPT-2's merges.txt.") from error
+    except ValueError as error:
+        raise DataError(f"merge_file={path!r}: this is no text ({error}); name GPT-2's merges.txt.") from error
     ranks: dict[tuple[str, str], int] = {}
     for rank, line in enumerate(lines):
         parts = line.split()

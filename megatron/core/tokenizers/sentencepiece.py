@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron.core.errors import DataError
 from megatron.core.optional_deps import require
-from megatron.core.tokenizers.base import MegatronTokenizer
+from megatron.core.tokenizers.base import MegatronTokenizer, check_readable
 
 ADDED_PIECES = {
     "cls": "<CLS>",
@@ -28,6 +28,7 @@ class GPTSentencePieceTokenizer(MegatronTokenizer):
     def __init__(self, tokenizer_model: str) -> None:
         super().__init__(tokenizer_model)
         library = require("sentencepiece", f"tokenizer_type={type(self).__name__!r}")
+        check_readable("tokenizer_model", tokenizer_model)
         self._model: Any = library.SentencePieceProcessor()
         try:
             self._model.Load(tokenizer_model)

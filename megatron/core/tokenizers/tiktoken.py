@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.optional_deps import require
-from megatron.core.tokenizers.base import MegatronTokenizer
+from megatron.core.tokenizers.base import MegatronTokenizer, check_readable
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 DEFAULT_VOCAB_SIZE = 2**17
@@ -76,11 +76,12 @@ class TikTokenizer(MegatronTokenizer):
 
 def _read_ranks(path: str) -> dict[bytes, int]:
     """Read the ranks of all tokens."""
+    check_readable("tokenizer_model", path)
     try:
         with open(path, encoding="utf-8") as stream:
             rows = json.load(stream)
         ranks = {base64.b64decode(row["token_bytes"]): int(row["rank"]) for row in rows}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise DataError(
             f"tokenizer_model={path!r}: it must be a JSON list of rank and token_bytes ({type(error).__name__}: "
             f"{error}); "

@@ -90,6 +90,9 @@ class CheckpointConfig(ConfigTopic):
             if getattr(self, name) == "":
                 remedy = f"name a folder after --{name.replace('_', '-')} or drop it"
                 found.append(violation(self, name, "an empty word is no folder", remedy))
+        if self.ckpt_step is not None and self.ckpt_step < 1:
+            remedy = "name a saved iteration with --ckpt-step"
+            found.append(violation(self, "ckpt_step", "iterations are counted from 1", remedy))
         for name in ("save_interval", "save_retain_interval"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -6,6 +6,8 @@ from typing import Literal
 from megatron.core.configs.base import ConfigTopic, Violation, violation
 from megatron.core.configs.flag_spec import knob
 
+MINUTES_OF_A_YEAR = 525_600
+
 
 @dataclasses.dataclass(kw_only=True)
 class DistributedConfig(ConfigTopic):
@@ -24,8 +26,9 @@ class DistributedConfig(ConfigTopic):
     """Gloo carries what lives on the host of a GPU run; the flag leaves it out."""
 
     def check(self) -> list[Violation]:
-        """Limits are positive."""
-        if self.distributed_timeout_minutes >= 1:
+        """Limits are positive, and no longer than clocks of libraries count."""
+        if 1 <= self.distributed_timeout_minutes <= MINUTES_OF_A_YEAR:
             return []
-        remedy = "set --distributed-timeout-minutes to 1 or more"
-        return [violation(self, "distributed_timeout_minutes", "at least 1", remedy)]
+        limits = f"from 1 to {MINUTES_OF_A_YEAR}, a year"
+        remedy = "set --distributed-timeout-minutes to such a number"
+        return [violation(self, "distributed_timeout_minutes", limits, remedy)]

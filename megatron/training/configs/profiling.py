@@ -37,8 +37,14 @@ class ProfilingConfig(ConfigTopic):
     A checked step takes several times as long."""
 
     def check(self) -> list[Violation]:
-        """The profiled steps are a range."""
-        if not self.profile or self.profile_step_start < self.profile_step_end:
+        """The profiled steps are a range of those of the run."""
+        if not self.profile:
             return []
-        remedy = "raise --profile-step-end"
-        return [violation(self, "profile_step_start profile_step_end", "the range of steps is empty", remedy)]
+        found = []
+        if self.profile_step_start < 0:
+            remedy = "set --profile-step-start to 0 or more"
+            found.append(violation(self, "profile_step_start", "steps are counted from 0", remedy))
+        if self.profile_step_start >= self.profile_step_end:
+            names, why = "profile_step_start profile_step_end", "the range of steps is empty"
+            found.append(violation(self, names, why, "raise --profile-step-end"))
+        return found

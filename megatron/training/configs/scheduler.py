@@ -52,7 +52,10 @@ class SchedulerConfig(ConfigTopic):
 
     def check(self) -> list[Violation]:
         """Each schedule has its numbers, once."""
-        return self._check_units() + self._check_weight_decay()
+        found = self._check_units() + self._check_weight_decay()
+        if self.lr_warmup_init < 0.0:
+            found.append(violation(self, "lr_warmup_init", "not negative", "set --lr-warmup-init to 0 or more"))
+        return found
 
     def _check_units(self) -> list[Violation]:
         found = []

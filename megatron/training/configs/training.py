@@ -102,7 +102,8 @@ class TrainingConfig(ConfigTopic):
         elif self.train_iters is None and self.train_samples is None and not self.skip_train:
             remedy = "set --train-iters or --train-samples"
             found.append(violation(self, "train_iters train_samples", "a run needs a length", remedy))
-        for name in ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "eval_interval"):
+        positive = ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "eval_interval")
+        for name in (*positive, "eval_micro_batch_size", "eval_global_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(violation(self, name, "at least 1", f"raise --{name.replace('_', '-')}"))

@@ -50,6 +50,23 @@ def test_number_is_finite(flag, word):
         ("--iterations-to-skip 2 0", "iterations_to_skip=[2, 0]: iterations are counted from 1"),
         ("--exit-signal-handler --exit-signal 9", "exit_signal=9: no process can handle this signal"),
         ("--save ''", "save='': an empty word is no folder; name a folder after --save or drop it"),
+        ("--eval-micro-batch-size 0", "eval_micro_batch_size=0: at least 1; raise --eval-micro-batch-size"),
+        ("--eval-global-batch-size 0", "eval_global_batch_size=0: at least 1; raise --eval-global-batch-size"),
+        ("--lr-warmup-init -1", "lr_warmup_init=-1.0: not negative; set --lr-warmup-init to 0 or more"),
+        ("--ckpt-step 0 --load a", "ckpt_step=0: iterations are counted from 1; name a saved iteration with"),
+        ("--distributed-timeout-minutes 525601", "distributed_timeout_minutes=525601: from 1 to 525600, a year"),
+        ("--seed 9223372036854775808", "seed='9223372036854775808': an integer of 64 bits; give a smaller one"),
+        ("--profile", "profile=True with use_pytorch_profiler=False, device='cpu': they are marked by the CUDA driver"),
+        ("--profile --use-pytorch-profiler --profile-ranks 0 1", "profile_ranks=[0, 1] with world_size=1: ranks are"),
+        ("--profile --use-pytorch-profiler --profile-step-start -1", "profile_step_start=-1: steps are counted from 0"),
+        (
+            "--num-virtual-stages-per-pipeline-rank 0",
+            "virtual_pipeline_model_parallel_size=0: a pipeline rank has at least one chunk of layers; set "
+            "--num-virtual-stages-per-pipeline-rank to 1 or more, or drop it",
+        ),
+        ("--num-layers-per-virtual-pipeline-stage -1", "num_layers_per_virtual_pipeline_stage=-1: a chunk has layers"),
+        ("--tensor-model-parallel-size 0", "tensor_model_parallel_size=0: a group has at least one rank; set --tens"),
+        ("--num-layers -1", "num_layers=-1: the model needs it; set --num-layers to a positive number"),
         ("--lr-decay-iters 0", "lr_decay_iters=0: at least 1; raise --lr-decay-iters or drop it"),
         (
             "--reset-attention-mask --no-create-attention-mask-in-dataloader",
@@ -67,6 +84,8 @@ def test_impossible_value_is_refused_by_name(flags, message):
     [
         ("--moe-ffn-hidden-size 0", "moe_ffn_hidden_size=0: an expert has a width"),
         ("--moe-shared-expert-intermediate-size -8", "moe_shared_expert_intermediate_size=-8: an expert has a width"),
+        ("--moe-router-topk-scaling-factor 0", "moe_router_topk_scaling_factor=0.0: experts add to the stream"),
+        ("--hidden-size 0", "hidden_size=0: the model needs it; set --hidden-size to a positive number"),
         ("--moe-z-loss-coeff -1", "moe_z_loss_coeff=-1.0: not negative"),
         ("--moe-input-jitter-eps -1", "moe_input_jitter_eps=-1.0: not negative"),
         ("--moe-aux-loss-coeff -0.1", "moe_aux_loss_coeff=-0.1: not negative"),

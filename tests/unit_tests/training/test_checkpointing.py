@@ -239,6 +239,8 @@ def test_pretrained_weights_serve_when_load_is_empty(saved: Path, corpus: Path, 
     assert f"loaded checkpoint {saved}/iter_0000004 at iteration 0" in rank.output
     text = refused(words(corpus, MOE, f"--load {tmp_path} --exit-on-missing-checkpoint"))
     assert "no checkpoint there; drop --exit-on-missing-checkpoint" in text
+    text = refused(words(corpus, MOE, f"--pretrained-checkpoint {tmp_path}"))
+    assert f"--pretrained-checkpoint {tmp_path}: no checkpoint there; name a folder that holds one" in text
 
 
 def test_load_without_a_checkpoint_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
