@@ -85,18 +85,7 @@ class CheckpointConfig(ConfigTopic):
 
     def check(self) -> list[Violation]:
         """Each setting has the folder it speaks of, and intervals are positive."""
-        found = []
-        for name in ("save", "load", "pretrained_checkpoint"):
-            if getattr(self, name) == "":
-                remedy = f"name a folder after --{name.replace('_', '-')} or drop it"
-                found.append(violation(self, name, "an empty word is no folder", remedy))
-        if self.ckpt_step is not None and self.ckpt_step < 1:
-            remedy = "name a saved iteration with --ckpt-step"
-            found.append(violation(self, "ckpt_step", "iterations are counted from 1", remedy))
-        for name in ("save_interval", "save_retain_interval"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                found.append(violation(self, name, "a number of steps, at least 1", "raise it or drop the flag"))
+        found = self._check_values()
         needs = (
             ("save", ("save_interval", "save_retain_interval", "async_save", "log_progress")),
             ("load", ("ckpt_step", "ckpt_fallback", "exit_on_missing_checkpoint", "use_checkpoint_args")),
@@ -111,4 +100,20 @@ class CheckpointConfig(ConfigTopic):
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             names = "override_opt_param_scheduler use_checkpoint_opt_param_scheduler"
             found.append(violation(self, names, "two sources of one schedule", "keep one of the two flags"))
+        return found
+
+    def _check_values(self) -> list[Violation]:
+        """Folders have names, and steps are counted from 1."""
+        found = []
+        for name in ("save", "load", "pretrained_checkpoint"):
+            if getattr(self, name) == "":
+                remedy = f"name a folder after --{name.replace('_', '-')} or drop it"
+                found.append(violation(self, name, "an empty word is no folder", remedy))
+        if self.ckpt_step is not None and self.ckpt_step < 1:
+            remedy = "name a saved iteration with --ckpt-step"
+            found.append(violation(self, "ckpt_step", "iterations are counted from 1", remedy))
+        for name in ("save_interval", "save_retain_interval"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(violation(self, name, "a number of steps, at least 1", "raise it or drop the flag"))
         return found
