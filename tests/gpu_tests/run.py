@@ -67,6 +67,7 @@ STEP = "tests/gpu_tests/test_step_benchmark.py"
 ENGINE = "tests/gpu_tests/test_transformer_engine.py"
 FUSED_LOSS = "tests/gpu_tests/test_fused_loss.py"
 FUSED_ROUTER = "tests/gpu_tests/test_fused_router.py"
+FUSED_ADAM = "tests/gpu_tests/test_fused_adam.py"
 FUSED_NORM = "tests/gpu_tests/test_fused_norm.py"
 OWN_PARTS = (
     STREAM_CHECK,
@@ -95,6 +96,7 @@ OWN_PARTS = (
     FUSED_LOSS,
     FUSED_ROUTER,
     FUSED_NORM,
+    FUSED_ADAM,
     FP8,
     FP8_STEPS,
     ENGINE,
@@ -162,6 +164,8 @@ PARTS = (
     Part("fused-loss", (FUSED_LOSS,), 60),
     Part("fused-router", (FUSED_ROUTER,), 60),
     Part("fused-norm", (FUSED_NORM, "-k", "not bandwidth"), 60),
+    Part("fused-adam", (FUSED_ADAM, "-k", "not bandwidth"), 60),
+    Part("fused-adam-speed", (FUSED_ADAM, "-k", "bandwidth"), 60),
     Part("fused-norm-speed", (FUSED_NORM, "-k", "bandwidth"), 60),
     Part("step-A-kernels", (f"{STEP}::test_kernels_of_a_captured_step_are_listed[A]",), 90),
     Part("step-C-kernels", (f"{STEP}::test_kernels_of_a_captured_step_are_listed[C]",), 90),

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.core.configs.transformer import TransformerConfig
-from megatron.core.fusions import fused_cross_entropy, fused_rms_norm
+from megatron.core.fusions import fused_adam, fused_cross_entropy, fused_rms_norm
+from megatron.core.fusions.fused_adam import AdamRule, AdamTensors, StepScalars, adam_step
 from megatron.core.fusions.fused_cross_entropy import VocabularyPart, logit_gradient, scan_logits
 from megatron.core.fusions.fused_gate import wide_linear
 from megatron.core.fusions.fused_rms_norm import NormRule, add_rms_norm, norm_backward, norm_forward
@@ -185,7 +186,45 @@ def norm_rows(is_swept: bool) -> Iterator[Row]:
         yield Row("norm, both", both, 8 * x.nbytes, note)
 
 
-GROUPS = {"loss": loss_rows, "router": router_rows, "norm": norm_rows}
+def adam_rows(is_swept: bool) -> Iterator[Row]:
+    """A step of Adam for the experts' first weights of a layer of slice A; and torch's with its copy to bf16."""
+    shape = (EXPERTS, 2 * 768, WIDTH)
+    param, grad, exp_avg, exp_avg_sq = (torch.randn(shape, device="cuda") for _ in range(4))
+    exp_avg_sq.square_()
+    one, rounded = torch.ones((), device="cuda"), torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+    tensors = AdamTensors(param, grad, exp_avg, exp_avg_sq, one.clone(), rounded)
+    scalars, rule = StepScalars(one * 1e-4, one, one * 0.0), AdamRule((0.9, 0.95), 1e-8, 0.1, True)
+    moved = 7 * param.nbytes + rounded.nbytes
+    chosen = fused_adam.BLOCK, fused_adam.WARPS
+    for values in dict.fromkeys([chosen, *(((512, 4), (1024, 4), (2048, 8), (2048, 16)) if is_swept else ())]):
+        fused_adam.BLOCK, fused_adam.WARPS = values
+        yield Row("adam", lambda: adam_step(tensors, scalars, rule), moved, "{} elements, {} warps".format(*values))
+    fused_adam.BLOCK, fused_adam.WARPS = chosen
+
+    def plain() -> None:
+        torch._fused_adamw_(
+            [param],
+            [grad],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [tensors.step],
+            lr=scalars.lr,
+            beta1=0.9,
+            beta2=0.95,
+            weight_decay=0.1,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=scalars.grad_scale,
+            found_inf=scalars.found_inf,
+        )
+        rounded.copy_(param)
+
+    yield Row("adam", plain, moved, "torch and copy")
+
+
+GROUPS = {"loss": loss_rows, "router": router_rows, "norm": norm_rows, "adam": adam_rows}
 
 
 def main(argv: list[str] | None = None) -> int:

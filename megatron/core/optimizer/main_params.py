@@ -43,9 +43,9 @@ class MainParams:
             if main is not param or hasattr(param, "main_grad"):
                 main.grad = None
 
-    def write_back(self) -> None:
-        """Round the main parameters into the model's."""
-        if self._halves:
+    def write_back(self, is_rounded: bool = False) -> None:
+        """Round the main parameters into the model's; with `is_rounded` the update has done that."""
+        if self._halves and not is_rounded:
             torch._foreach_copy_([half for half, _ in self._halves], [main for _, main in self._halves])
 
     def reload(self) -> None:

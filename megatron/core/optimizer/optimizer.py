@@ -208,14 +208,14 @@ class MegatronOptimizer:
 
     @property
     def _clips_in_update(self) -> bool:
-        """True if torch's fused Adam clips as it updates, which saves a pass over all gradients."""
-        is_fused = type(self._inner) in (torch.optim.Adam, torch.optim.AdamW)
+        """True if a fused Adam clips as it updates, which saves a pass over all gradients."""
+        is_fused = type(self._inner) in (torch.optim.Adam, torch.optim.AdamW, PrecisionAwareAdam)
         return is_fused and bool(self._rates)
 
     def _clip(self, grads: list[torch.Tensor], norm: torch.Tensor) -> None:
         """Step 4, or hand it to step 5: gradients [...] with their norm []."""
         if self._clips_in_update:
-            # the kernel divides gradients by this number, and leaves them so
+            # the kernel divides gradients by this number
             self._inner.grad_scale = 1.0 / clip_coefficient(self.config.clip_grad, norm)  # type: ignore[attr-defined]
         else:
             clip_by_total_norm(grads, self.config.clip_grad, norm)
@@ -245,7 +245,7 @@ class MegatronOptimizer:
             for number, group in zip(numbers, self.param_groups, strict=True):
                 group["lr"] = number
         self._main.release_grads()
-        self._main.write_back()
+        self._main.write_back(is_rounded=isinstance(self._inner, PrecisionAwareAdam))
 
     def reload_model_params(self) -> None:
         """Renew the main copies after the model's weights were loaded without optimizer state."""

@@ -1,14 +1,16 @@
 """Adam whose moments and gradients may be kept in bf16 (--use-precision-aware-optimizer).
 
-A step widens the moments and the gradient of one parameter at a time to the parameter's dtype, runs torch's fused
-kernel on them, and rounds the moments back to nearest even. With fp32 moments and gradients nothing is converted and
-the bits are those of torch's Adam.
+A step takes up one parameter at a time. On a GPU a kernel reads gradient, weight and moments once and also writes the
+model's half-precision weight. Elsewhere a step widens moments and gradient to the parameter's dtype, runs torch's fused
+kernel on them, and rounds the moments back to nearest even. With fp32 moments and gradients the bits are those of
+torch's Adam.
 
     second moment in bf16: an update by less than 2^-9 of the old value is lost, as beta2 = 0.999 asks for once the
     moment has settled; prefer beta2 = 0.95 or keep it in fp32.
 
-Gradients come in `param.decoupled_grad`: torch ties the dtype of `param.grad` to the parameter's.
-Memory: one parameter's moments and gradient in its own dtype, while it is updated.
+Gradients come in `param.decoupled_grad`: torch ties the dtype of `param.grad` to the parameter's. `param.rounded` is
+the model's weight, if that is a rounding of this one. `found_inf` and `grad_scale` are those of torch's fused Adam.
+Memory: without the kernel, one parameter's moments and gradient in its own dtype, while it is updated.
 """
 
 from collections.abc import Callable
@@ -16,6 +18,8 @@ from typing import Any
 
 import torch
 from torch.optim.adam import adam
+
+from megatron.core.fusions.fused_adam import AdamRule, AdamTensors, StepScalars, adam_step, has_adam_kernel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -34,25 +38,43 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; there is no closure."""
         assert closure is None, "the step of a large model is not evaluated twice"
+        counts = []
         for group in self.param_groups:
             for param in group["params"]:
                 grad = getattr(param, "decoupled_grad", None)
-                if grad is not None:
-                    self._update(param, grad, group)
+                if grad is None:
+                    continue
+                tensors = AdamTensors(param, grad, **self.state[param], rounded=getattr(param, "rounded", None))
+                if has_adam_kernel(tensors):
+                    self._update_by_kernel(tensors, group)
+                    counts.append(tensors.step)
+                else:
+                    self._update(tensors, group)
+        if counts:
+            found_inf = getattr(self, "found_inf", None)
+            torch._foreach_add_(counts, 1.0 if found_inf is None else 1.0 - found_inf.reshape(()))
 
-    def _update(self, param: torch.nn.Parameter, grad: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update_by_kernel(self, tensors: AdamTensors, group: dict[str, Any]) -> None:
+        """One parameter [n], all but the count of its steps, which all programs of the kernel read."""
+        lr = group["lr"] if isinstance(group["lr"], torch.Tensor) else torch.full((), group["lr"], device="cuda")
+        scalars = StepScalars(lr, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        rule = AdamRule(group["betas"], group["eps"], group["weight_decay"], self.is_weight_decay_decoupled)
+        adam_step(tensors, scalars, rule)
+
+    def _update(self, tensors: AdamTensors, group: dict[str, Any]) -> None:
         """One parameter [n] with its gradient [n]."""
-        state = self.state[param]
+        param, state = tensors.param, self.state[tensors.param]
         wide = {key: state[key].to(param.dtype) for key in MOMENTS}
         beta1, beta2 = group["betas"]
         adam(
             [param],
-            [grad.to(param.dtype)],
+            [tensors.grad.to(param.dtype)],
             [wide["exp_avg"]],
             [wide["exp_avg_sq"]],
             [],
-            [state["step"]],
+            [tensors.step],
             fused=True,
+            grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
             decoupled_weight_decay=self.is_weight_decay_decoupled,
             amsgrad=False,
@@ -66,3 +88,5 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         for key in MOMENTS:
             if wide[key] is not state[key]:
                 state[key].copy_(wide[key])
+        if tensors.rounded is not None:
+            tensors.rounded.copy_(param)

@@ -53,6 +53,7 @@ class BucketShard:
         for part in parts:
             place = slice(part.position, part.position + part.end - part.begin)
             main = torch.nn.Parameter(self.main_shard[place])
+            main.rounded = self.model_shard[place] if self.is_copied else None  # type: ignore[attr-defined]
             self.parts[self.params[part.number]] = MainPart(main, bucket.grad_shard[place], (part.begin, part.end))
 
 
@@ -99,10 +100,13 @@ class ShardedMainParams:
             part.main.grad = None
             part.main.decoupled_grad = None  # type: ignore[attr-defined]
 
-    def write_back(self) -> None:
-        """Round the shards into the model's and gather all parameters, dense and expert, now that all are updated."""
+    def write_back(self, is_rounded: bool = False) -> None:
+        """Round the shards into the model's and gather all parameters, dense and expert, now that all are updated.
+
+        With `is_rounded` the update has also written the model's shards.
+        """
         for shard in self.shards:
-            if shard.is_copied:
+            if shard.is_copied and not is_rounded:
                 shard.model_shard.copy_(shard.main_shard)
         for chunk in self.chunks:
             chunk.start_param_sync()

@@ -85,7 +85,7 @@ def one_step_gathered_too_early():
     """Parameters travel before the shards are rounded into them."""
     original = ShardedMainParams.write_back
 
-    def early(self):
+    def early(self, is_rounded=False):
         for chunk in self.chunks:
             chunk.start_param_sync()
         chunks, self.chunks = self.chunks, []
