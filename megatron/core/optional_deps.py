@@ -5,7 +5,8 @@ Ask with `is_available(name)`, use with `require(name)`. A package that is asked
 it is asked for, so importing this module is free.
 
 `triton_jit` and `tl` let a Triton kernel and its plain version share a file: with Triton they are the real things,
-without it a kernel can be defined but not launched.
+without it a kernel can be defined but not launched. `gluon_jit`, `gl` and `hopper` are the same for Gluon, the part of
+Triton in which a kernel says itself which warps do what.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron.core.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     triton_jit: Callable[..., Any]
+    gluon_jit: Callable[..., Any]
 
     class _AnyName(type):
         def __getattr__(cls, name: str) -> Any: ...
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
         """For type checkers: every name is Any, and `tl.constexpr` may annotate."""
 
         constexpr: TypeAlias = Any
+
+    gl = hopper = tl
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ PACKAGES: dict[str, OptionalPackage] = {
         "build DeepEP from source against the installed CUDA and NVSHMEM, or use "
         "--moe-flex-dispatcher-backend hybridep --moe-hybridep-engine auto, which needs no package",
     ),
+    "gluon": OptionalPackage("triton.experimental.gluon.nvidia.hopper", "pip install 'triton>=3.6'"),
     "helpers_cpp": OptionalPackage(
         "megatron.core.datasets.helpers_cpp", "pip install -e . where a C++ compiler and pybind11 are"
     ),
@@ -68,6 +73,10 @@ PACKAGES: dict[str, OptionalPackage] = {
     "triton_descriptor": OptionalPackage("triton.tools.tensor_descriptor", "pip install 'triton>=3.4'"),
     "wandb": OptionalPackage("wandb", "pip install 'megatron-moe[wandb]'"),
 }
+
+
+_GLUON = "triton.experimental.gluon"
+_GLUON_MODULES = {"gl": f"{_GLUON}.language", "hopper": f"{_GLUON}.language.nvidia.hopper"}
 
 
 @cache
@@ -139,9 +148,13 @@ def _jit_without_triton(fn: Callable[..., Any] | None = None, **options: Any) ->
 
 
 def __getattr__(name: str) -> Any:
-    """Resolve `triton_jit` and `tl` on first use (PEP 562)."""
+    """Resolve `triton_jit`, `tl` and Gluon's `gluon_jit`, `gl`, `hopper` on first use (PEP 562)."""
     if name == "triton_jit":
         return require("triton").jit if is_available("triton") else _jit_without_triton
     if name == "tl":
         return importlib.import_module("triton.language") if is_available("triton") else _MissingLanguage()
+    if name == "gluon_jit":
+        return importlib.import_module(_GLUON).jit if is_available("gluon") else _jit_without_triton
+    if name in _GLUON_MODULES:
+        return importlib.import_module(_GLUON_MODULES[name]) if is_available("gluon") else _MissingLanguage()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -41,6 +41,7 @@ class Part:
 
 LAUNCHES = "tests/gpu_tests/test_launches.py"
 WGRAD = "tests/gpu_tests/test_wgrad.py"
+RING_WGRAD = "tests/gpu_tests/test_ring_wgrad.py"
 TWO_GPUS = "tests/gpu_tests/test_two_gpus.py"
 PIPELINE = "tests/gpu_tests/test_pipeline.py"
 CP_BLOCKS = "tests/gpu_tests/test_context_parallel.py"
@@ -77,6 +78,7 @@ OWN_PARTS = (
     OVERLAP_FIGURES,
     LAUNCHES,
     WGRAD,
+    RING_WGRAD,
     TWO_GPUS,
     PIPELINE,
     CP_BLOCKS,
@@ -119,6 +121,8 @@ PARTS = (
     Part("stream-check", (STREAM_CHECK,), 90),
     Part("wgrad", (WGRAD, "--deselect", f"{WGRAD}::test_benchmark_sweeps_all_shapes"), 120),
     Part("wgrad-sweep", (f"{WGRAD}::test_benchmark_sweeps_all_shapes",), 120),
+    Part("wgrad-ring", (RING_WGRAD, "-k", "not swept"), 50),
+    Part("wgrad-cuts", (RING_WGRAD, "-k", "swept"), 120),
     Part("permute", (PERMUTE, "-k", "not test_layout and not test_slots and not bandwidth"), 120),
     Part("permute-speed", (PERMUTE, "-k", "bandwidth"), 60),
     Part("permute-layout", (PERMUTE, "-k", "test_layout or test_slots"), 60),

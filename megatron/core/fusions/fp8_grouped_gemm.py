@@ -51,6 +51,8 @@ class Cut:
     """Weight gradient only."""
     prefetches: bool = True
     """Weight gradient only: bring what a tile is added to into the cache while its products run."""
+    evicts: bool = False
+    """Weight gradient only: what is added to leaves the cache first, so that operands stay."""
 
 
 # From `tools/benchmark/fp8.py --what sweep`.
@@ -175,6 +177,7 @@ def grouped_wgrad_product(
         BLOCK_IN=cut.block_out,
         STRIP=STRIP,
         BAND=cut.band,
+        POLICY="evict_first" if cut.evicts else "",
         LINE=0 if interpreted or not cut.prefetches else _LINE_BYTES // main_grad.element_size(),
         NUM_PROGRAMS=num_programs,
         HAS_STRIPS=has_strips,
@@ -296,6 +299,7 @@ def _wgrad_kernel(
     BLOCK_IN: tl.constexpr,
     STRIP: tl.constexpr,
     BAND: tl.constexpr,
+    POLICY: tl.constexpr,
     LINE: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     HAS_STRIPS: tl.constexpr,
@@ -353,5 +357,6 @@ def _wgrad_kernel(
                 )
                 mask = (first_out + down < num_out) & (first_in + across < num_in)
                 spot = start + (down * num_in + across)
-                before = tl.load(spot, mask=mask, other=0.0).to(tl.float32)
-                tl.store(spot, narrow(before + part, main.dtype.element_ty, INTERPRETED), mask=mask)
+                before = tl.load(spot, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+                value = narrow(before + part, main.dtype.element_ty, INTERPRETED)
+                tl.store(spot, value, mask=mask, eviction_policy=POLICY)

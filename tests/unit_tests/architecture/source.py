@@ -38,9 +38,9 @@ class Function:
 
     @property
     def is_kernel(self) -> bool:
-        """True under `@triton.jit` or `@triton_jit`, with or without arguments."""
+        """True under `@triton.jit`, `@triton_jit` or `@gluon_jit`, with or without arguments."""
         names = {dotted(item.func if isinstance(item, ast.Call) else item) for item in self.node.decorator_list}
-        return bool(names & {"triton.jit", "triton_jit"})
+        return bool(names & {"triton.jit", "triton_jit", "gluon_jit"})
 
     @property
     def arguments(self) -> list[ast.arg]:
