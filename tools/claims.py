@@ -4,7 +4,8 @@
     python tools/claims.py --check    exit 1 if the file is not what would be written
 
 Claims stand in docs/claims.yaml, outcomes in docs/evidence/*.json (written by pytest with `--evidence NAME`). A record
-counts as a GPU run if its environment names an accelerator. The newest one that holds all tests of a claim is shown.
+counts as a GPU run if its environment names an accelerator. Of each test the newest run on its kind of machine counts;
+the worst outcome of a claim's tests is shown, with the oldest of these runs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 NEVER = "never run"
+NO_TEST = "no test"
+GPU_TESTS = "tests/gpu_tests/"
 NOT_YET = "not yet"
 CLAIM_KEYS = {"id", "text", "tests"}
 FAULT_KEYS = {"id", "text", "fix", "tests", "undone"}
@@ -98,14 +101,21 @@ def _exists(root: Path, test: str) -> bool:
 
 
 def last_run(tests: list[str], records: list[Record], on_gpu: bool) -> str:
-    """Describe the newest record of one kind of machine that holds all the tests."""
-    for record in records:
-        if bool(record.accelerator) == on_gpu and all(test in record.outcomes for test in tests):
-            worst = [record.outcomes[test]["outcome"] for test in tests]
-            outcome = next((item for item in worst if item != "passed"), "passed")
-            commit = record.commit[:10] + ("+" if record.is_dirty else "")
-            return f"{outcome} {record.date} {commit}"
-    return NEVER
+    """Describe the newest runs of those tests that are for one kind of machine: worst outcome, oldest of these runs."""
+    tests = [test for test in tests if test.startswith(GPU_TESTS) == on_gpu]
+    runs = {}
+    for test in tests:
+        found = (record for record in records if bool(record.accelerator) == on_gpu and test in record.outcomes)
+        runs[test] = next(found, None)
+    known = {test: record for test, record in runs.items() if record is not None}
+    if not known:
+        return NEVER if tests else NO_TEST
+    outcomes = [record.outcomes[test]["outcome"] for test, record in known.items()]
+    outcome = next((item for item in outcomes if item != "passed"), "passed")
+    oldest = min(known.values(), key=lambda record: record.date)
+    commit = oldest.commit[:10] + ("+" if any(record.is_dirty for record in known.values()) else "")
+    missing = f", {len(tests) - len(known)} of {len(tests)} tests {NEVER}" if len(known) < len(tests) else ""
+    return f"{outcome} {oldest.date} {commit}{missing}"
 
 
 def _cell(text: str) -> str:
@@ -122,7 +132,8 @@ def render(claims: list[dict[str, Any]], faults: list[dict[str, Any]], records: 
         "# Claims",
         "",
         "Written by `tools/claims.py` from `docs/claims.yaml` and `docs/evidence/`; change those and run `make docs`.",
-        "A run is shown as outcome, date and commit; a `+` behind the commit means that files differed from it.",
+        "Of each test the newest run counts: shown are the worst outcome and the oldest date and commit of a claim's",
+        "tests on a CPU, and of those in `tests/gpu_tests`; a `+` behind the commit means that files differed from it.",
         "",
         "| claim | tests that fail without it | last CPU run | last GPU run |",
         "|---|---|---|---|",

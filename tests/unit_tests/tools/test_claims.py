@@ -5,12 +5,14 @@ import pytest
 from tools import claims
 
 TEST_FILE = "tests/test_x.py"
+GPU_FILE = "tests/gpu_tests/test_y.py"
 
 
 @pytest.fixture
 def checkout(tmp_path):
     (tmp_path / "docs" / "evidence").mkdir(parents=True)
-    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "gpu_tests").mkdir(parents=True)
+    (tmp_path / GPU_FILE).write_text("def test_a(): pass\n")
     (tmp_path / TEST_FILE).write_text("def test_a(): pass\nclass TestB:\n    def test_c(self): pass\n")
     write_claims(tmp_path, "claims: [{id: one, text: It holds., tests: ['tests/test_x.py::test_a']}]")
     return tmp_path
@@ -20,13 +22,13 @@ def write_claims(root, text):
     (root / "docs" / "claims.yaml").write_text(text)
 
 
-def write_record(root, name, date, outcome, accelerator=None, dirty=False):
+def write_record(root, name, date, outcome, accelerator=None, dirty=False, test="test_a"):
     record = {
         "date": date,
         "commit": "0123456789abcdef",
         "dirty": dirty,
         "environment": {"accelerator": accelerator},
-        "outcomes": {f"{TEST_FILE}::test_a": {"outcome": outcome, "cases": 1}},
+        "outcomes": {f"{GPU_FILE if accelerator else TEST_FILE}::{test}": {"outcome": outcome, "cases": 1}},
     }
     (root / "docs" / "evidence" / f"{name}.json").write_text(json.dumps(record))
 
@@ -36,27 +38,29 @@ def row(root, front="| It holds."):
 
 
 def test_claim_without_a_record_was_never_run(checkout):
-    assert row(checkout) == "| It holds. | `tests/test_x.py::test_a` | never run | never run |"
+    assert row(checkout) == "| It holds. | `tests/test_x.py::test_a` | never run | no test |"
 
 
 def test_newest_cpu_record_counts_and_dirty_is_marked(checkout):
     write_record(checkout, "old", "2026-01-01", "failed")
     write_record(checkout, "new", "2026-02-01", "passed", dirty=True)
-    assert row(checkout).endswith("| passed 2026-02-01 0123456789+ | never run |")
+    assert row(checkout).endswith("| passed 2026-02-01 0123456789+ | no test |")
 
 
 def test_record_with_accelerator_is_a_gpu_run(checkout):
+    write_claims(checkout, f"claims: [{{id: one, text: It holds., tests: ['{GPU_FILE}::test_a']}}]")
     write_record(checkout, "gpu", "2026-01-01", "skipped", accelerator="2 x NVIDIA H200")
-    assert row(checkout).endswith("| never run | skipped 2026-01-01 0123456789 |")
+    assert row(checkout).endswith("| no test | skipped 2026-01-01 0123456789 |")
 
 
-def test_record_that_lacks_one_of_the_tests_does_not_count(checkout):
-    write_claims(
-        checkout,
-        "claims: [{id: one, text: It holds., tests: ['tests/test_x.py::test_a', 'tests/test_x.py::TestB::test_c']}]",
-    )
-    write_record(checkout, "cpu", "2026-01-01", "passed")
-    assert row(checkout).endswith("| never run | never run |")
+def test_tests_may_have_run_in_several_records(checkout):
+    tests = f"['{TEST_FILE}::test_a', '{TEST_FILE}::TestB::test_c', '{GPU_FILE}::test_a']"
+    write_claims(checkout, f"claims: [{{id: one, text: It holds., tests: {tests}}}]")
+    write_record(checkout, "cpu", "2026-02-01", "passed")
+    assert row(checkout).endswith("| passed 2026-02-01 0123456789, 1 of 2 tests never run | never run |")
+    write_record(checkout, "full", "2026-01-01", "failed", dirty=True, test="TestB::test_c")
+    write_record(checkout, "gpu", "2026-03-01", "passed", accelerator="1 x NVIDIA H200")
+    assert row(checkout).endswith("| failed 2026-01-01 0123456789+ | passed 2026-03-01 0123456789 |")
 
 
 def test_fault_without_a_fix_says_not_yet(checkout):
