@@ -172,7 +172,7 @@ def load(pointer: Pointer, mask: Any = True, other: float = 0) -> Any:
     return torch.where(mask, values, other)
 
 
-def store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
+def store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor, eviction_policy: str = "") -> None:
     pointer.base.view(-1)[pointer.offset[mask]] = value[mask]
 
 

@@ -66,6 +66,8 @@ RING = (
     RingCut(2, slots=4),
     RingCut(2, slots=4, skews=False),
     RingCut(2, slots=4, band=16),
+    RingCut(evicts=True),
+    RingCut(2, slots=4, evicts=True),
 )
 FP8 = (
     Cut(128, 64, num_warps=4, programs_per_sm=2),
@@ -75,7 +77,14 @@ FP8 = (
     Cut(64, 128, num_warps=4, programs_per_sm=3, num_stages=3),
     Cut(64, 128, num_warps=4, programs_per_sm=2, prefetches=False, evicts=True),
 )
-FP8_RING = (RingCut(), RingCut(skews=False), RingCut(band=16), RingCut(2, slots=4), RingCut(2, slots=4, skews=False))
+FP8_RING = (
+    RingCut(),
+    RingCut(skews=False),
+    RingCut(band=16),
+    RingCut(evicts=True),
+    RingCut(2, slots=4),
+    RingCut(2, slots=4, skews=False),
+)
 FAMILIES: dict[str, tuple[Any, ...]] = {"triton": TRITON, "ring": RING, "fp8": FP8, "fp8-ring": FP8_RING}
 
 

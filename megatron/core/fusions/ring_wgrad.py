@@ -72,7 +72,8 @@ class RingCut:
     """tiles along out that are walked before the next tile along in"""
     skews: bool = True
     """let programs begin at eight times within the first tile, so that not all add to memory at once"""
-    producer_registers: int = 24
+    evicts: bool = False
+    """what is added to leaves the cache first, so that operands stay"""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def ring_wgrad(
         NUM_TURNS=_NUM_TURNS,
         NUM_PROGRAMS=num_programs,
         HAS_CODES=has_codes,
-        PRODUCER_REGISTERS=cut.producer_registers,
+        POLICY="evict_first" if cut.evicts else "",
         num_warps=4,
         maxnreg=REGISTERS[cut.consumers],
     )
@@ -288,6 +289,7 @@ def _add_piece(
     empty_bar,
     main_desc,
     LAYOUT: gl.constexpr,
+    POLICY: gl.constexpr,
 ):
     """Store part [64, 128] + old values of a slot in a matrix [out, in], and give the slot back."""
     HEIGHT: gl.constexpr = part.shape[0]
@@ -298,7 +300,8 @@ def _add_piece(
     outs = first_out + gl.arange(0, HEIGHT, gl.SliceLayout(1, LAYOUT))
     ins = first_in + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     mask = (outs < out_features)[:, None] & (ins < in_features)[None, :]
-    gl.store(main_ptr + outs.to(gl.int64)[:, None] * in_features + ins[None, :], old + part, mask=mask)
+    spot = main_ptr + outs.to(gl.int64)[:, None] * in_features + ins[None, :]
+    gl.store(spot, old + part, mask=mask, eviction_policy=POLICY)
 
 
 @gluon_jit
@@ -328,6 +331,7 @@ def _consume(
     BAND: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr,
     HAS_CODES: gl.constexpr,
+    POLICY: gl.constexpr,
 ):
     """Multiply and add consumer ME's columns of all tiles of this program: main [n, out, in]."""
     HALF: gl.constexpr = SIDE // 2
@@ -387,6 +391,7 @@ def _consume(
                         empty.index(slot),
                         main_desc,
                         LAYOUT,
+                        POLICY,
                     )
                 else:
                     hopper.mbarrier.arrive(empty.index(slot))
@@ -415,7 +420,7 @@ def _ring_kernel(
     NUM_TURNS: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr,
     HAS_CODES: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    POLICY: gl.constexpr,
 ):
     """Add the tiles of this program: grad and rows [R, *] or codes [*, R] -> main [n, out, in]."""
     tiles_out = gl.cdiv(out_features, SIDE)
@@ -439,30 +444,30 @@ def _ring_kernel(
                 0,
                 grad_desc, rows_desc, main_desc, main_ptr, left_scale, right_scale, ends_ptr, ring, lefts, full,
                 empty, num_experts, out_features, in_features, main_stride, tiles_out, tiles_in, SIDE, BLOCK,
-                CONSUMERS, SLOTS, BAND, NUM_PROGRAMS, HAS_CODES,
+                CONSUMERS, SLOTS, BAND, NUM_PROGRAMS, HAS_CODES, POLICY,
             )),
             (_produce, (
                 grad_desc, rows_desc, main_desc, ends_ptr, ring, lefts, full, empty, num_experts, tiles_out,
                 tiles_in, turn_ns, SIDE, BLOCK, CONSUMERS, SLOTS, BAND, NUM_TURNS, NUM_PROGRAMS, HAS_CODES,
             )),
-        ], [1], [PRODUCER_REGISTERS])
+        ], [1], [24])
     else:
         gl.warp_specialize([
             (_consume, (
                 0,
                 grad_desc, rows_desc, main_desc, main_ptr, left_scale, right_scale, ends_ptr, ring, lefts, full,
                 empty, num_experts, out_features, in_features, main_stride, tiles_out, tiles_in, SIDE, BLOCK,
-                CONSUMERS, SLOTS, BAND, NUM_PROGRAMS, HAS_CODES,
+                CONSUMERS, SLOTS, BAND, NUM_PROGRAMS, HAS_CODES, POLICY,
             )),
             (_consume, (
                 1,
                 grad_desc, rows_desc, main_desc, main_ptr, left_scale, right_scale, ends_ptr, ring, lefts, full,
                 empty, num_experts, out_features, in_features, main_stride, tiles_out, tiles_in, SIDE, BLOCK,
-                CONSUMERS, SLOTS, BAND, NUM_PROGRAMS, HAS_CODES,
+                CONSUMERS, SLOTS, BAND, NUM_PROGRAMS, HAS_CODES, POLICY,
             )),
             (_produce, (
                 grad_desc, rows_desc, main_desc, ends_ptr, ring, lefts, full, empty, num_experts, tiles_out,
                 tiles_in, turn_ns, SIDE, BLOCK, CONSUMERS, SLOTS, BAND, NUM_TURNS, NUM_PROGRAMS, HAS_CODES,
             )),
-        ], [4, 1], [232, PRODUCER_REGISTERS])
+        ], [4, 1], [232, 24])
     # fmt: on
