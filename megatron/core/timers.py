@@ -19,7 +19,7 @@ OPTIONS = ("max", "minmax", "all")
 
 
 def _wait_for_device() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
@@ -70,8 +70,8 @@ class Timer:
         seconds = self._elapsed
         if reset:
             self.reset()
-        if was_running:
-            self.start(barrier=barrier)
+        if was_running:  # from where it was stopped: no second wait
+            self._start_time, self.is_running = time.perf_counter(), True
         return seconds
 
     def active_time(self) -> float:

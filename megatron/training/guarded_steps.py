@@ -6,7 +6,8 @@
 
 One vector holds all that the host wants to know of a step: the guard's flags, gradient norm, zeros, figures of the
 routers, sums of losses. It is copied to pinned memory behind the step, and the host waits for that copy alone. While
-the device replays a step, the host fetches the batches of the next one and brings them to the device.
+the device replays a step, the host prints the log line of the last one, fetches the batches of the next one and brings
+them to the device.
 
 The same code runs a step eagerly and captures it, so the two do the same work in the same order.
 """
@@ -109,6 +110,8 @@ class GuardedSteps:
         self._routers = MoEMetrics(run.model)
         self._host: dict[int, torch.Tensor] = {}
         """Pinned memory by the numbers that it holds."""
+        self._replayed: Sequence[Batch] = ()
+        """Inputs of the last replay: their memory goes back while the device does the next one."""
         self._is_warm = False
 
     # What the loop calls.
@@ -220,12 +223,15 @@ class GuardedSteps:
         if graph is not None:
             self._run.counters["graph replays"] += 1
             outputs = graph.run(batches)
+            self._run.put_off.do()
+            self._replayed = batches
             if kind.mode is Mode.TRAIN and self._lookahead is not None:  # the device is at work meanwhile
                 coming = self._lookahead.fetch(kind.num_microbatches)
                 if kind.budget == self._rerun.budgets[0]:
                     graph.prepare(coming)
             return outputs
         self._num_eager[kind] += 1
+        self._run.put_off.do()
         with nullcontext() if self._pool is None else self._pool.allocating():
             return body(batches)
 

@@ -51,6 +51,23 @@ class StepResult:
     """What `MoEMetrics.reduce` gave at the end of the step; None if nobody has asked yet."""
 
 
+class PutOff:
+    """What callbacks leave to be done while the device is at work."""
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], None]] = []
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Do `call` later."""
+        self._calls.append(call)
+
+    def do(self) -> None:
+        """Do all that was added, in order."""
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+
 @dataclass
 class TrainingRun:
     """All parts of a run. `set_up` in training.py fills it; callbacks read it and may set `exit_reason`."""
@@ -75,5 +92,7 @@ class TrainingRun:
     """What happened how often; printed at exit, so that a feature that never acted is seen."""
     hidden_share: float | None = None
     """Share of the last step's expert communication that was hidden; None if it was not measured."""
+    put_off: PutOff = field(default_factory=PutOff)
+    """Guarded steps do it as soon as the device has the next step; no later than that, so `state` is still the same."""
     exit_reason: str | None = None
     """Set by a callback to end the loop after the current step; the text is logged."""

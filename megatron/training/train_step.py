@@ -126,6 +126,7 @@ def train_step(run: TrainingRun) -> StepResult:
 
 def skip_step(run: TrainingRun) -> int:
     """Consume the data of one step without using it (--iterations-to-skip); returns the samples passed over."""
+    run.put_off.do()
     if run.train_iterator is not None:
         for _ in range(get_num_microbatches()):
             next(run.train_iterator)

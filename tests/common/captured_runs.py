@@ -26,6 +26,9 @@ DROP_PAD = "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity
 GRAPH = "--cuda-graph-impl full_iteration "
 DROPOUT = {"0": "--attention-dropout 0 --hidden-dropout 0 ", "0.1": "--attention-dropout 0.1 --hidden-dropout 0.1 "}
 
+OF_TIME_AND_ROWS = {"elapsed time per iteration (ms)", "row overflows", "row head room (%)"}
+"""Figures of a log that may differ between runs of equal states."""
+
 
 class Disturbances(Callback):
     """What happens between steps: the cache is emptied, and memory is taken, filled and given back."""
@@ -45,5 +48,8 @@ def assert_equal_runs(eager_log, graph_log, num_lines):
     differing = [step for step in eager if eager[step] != graph.get(step)]
     assert not differing, f"state differs at step {differing[0]}, on {len(differing)} of {num_lines} lines"
     ours, theirs = parse_log(eager_log), parse_log(graph_log)
-    for name in ("lm loss", "grad norm", "num zeros", "load_balancing_loss", "lm loss validation"):
-        assert ours[name] == theirs[name], name
+    figures = set(ours) - OF_TIME_AND_ROWS
+    assert {"lm loss", "grad norm", "num zeros", "lm loss validation"} <= figures
+    assert any("load_balancing_loss" in name for name in figures), figures
+    for name in sorted(figures):
+        assert ours[name] == theirs.get(name), name

@@ -2,12 +2,12 @@
 
     host      | fill pinned A |                    | fill pinned B |
     copy            | pinned A -> slot A |               | pinned B -> slot B |
-    compute                        | slot A -> static | the step ...........   | slot B -> static | the step ...
+    compute                        | slot A -> static | the step ............... | slot B -> static | the step ...
 
 All tensors of all microbatches lie in one stretch of bytes, so that each arrow is one copy. The copy stream waits for
 nothing but its own work: a slot, and the pinned buffer before it, are filled again two steps later, when the host has
-read the result of the step that used them. `stage` fills slot B while the step of A runs, so that between two steps
-nothing is left to do but the copy into the static buffer.
+read the result of the step that used them. `stage` enqueues all three arrows of B while the step of A runs, so that
+between two steps nothing is left to do.
 
 On a CPU the same buffers are filled by plain copies.
 """
@@ -77,9 +77,9 @@ class StaticInputs:
                     )
 
     def stage(self, batches: Sequence[Batch]) -> None:
-        """Bring the numbers of `batches`, which fit, to the next slot; the step before may still run.
+        """Put the numbers of `batches`, which fit, where the captured step reads them, behind what is enqueued there.
 
-        Host: no synchronisation. Batches that `fill` is not given next are forgotten.
+        Host: no synchronisation, the step before may still run. Batches that `fill` is not given next are forgotten.
         """
         index, self._next = self._next, (self._next + 1) % NUM_SLOTS
         for views, batch in zip(self._views[index], batches, strict=True):
@@ -89,10 +89,12 @@ class StaticInputs:
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 self._slots[index].copy_(self._pinned[index], non_blocking=True)
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        self._static.copy_(self._slots[index])
         self._staged = list(batches)
 
     def fill(self, batches: Sequence[Batch]) -> None:
-        """Put the numbers of `batches` where the captured step reads them, in the order of the current stream.
+        """Make sure that the numbers of `batches` are where the step reads them, in the order of the current stream.
 
         Host: no synchronisation.
         """
@@ -100,9 +102,6 @@ class StaticInputs:
             self.check(batches)
             self.stage(batches)
         self._staged = ()
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        self._static.copy_(self._slots[self._next - 1])
 
 
 def _lay_out(batches: Sequence[Batch]) -> tuple[list[dict[str, int]], int]:

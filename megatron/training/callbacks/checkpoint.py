@@ -24,6 +24,7 @@ class PeriodicCheckpoint(Callback):
     def _save_if_due(self, run: TrainingRun) -> None:
         is_last = run.exit_reason is not None or run.state.iteration >= run.args.train_iters
         if is_last or (self.interval and run.state.iteration % self.interval == 0):
+            run.put_off.do()
             self.writer.save(run)
             run.counters["checkpoints"] += 1
         else:

@@ -4,9 +4,11 @@ Values that need a collective (router figures, parameter norm, state hash) are c
 that print or write something. Lines and scalars come from the last rank.
 """
 
+import argparse
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,6 +43,7 @@ class TrainingLog(Callback):
         get_timers()(INTERVAL_TIMER, log_level=0).start(barrier=True)
 
     def on_evaluate_start(self, run: TrainingRun) -> None:
+        run.put_off.do()
         timer = get_timers()(INTERVAL_TIMER, log_level=0)
         if timer.is_running:
             timer.stop()
@@ -72,6 +75,7 @@ class TrainingLog(Callback):
             self._is_first = False
 
     def on_train_end(self, run: TrainingRun) -> None:
+        run.put_off.do()
         if run.device.type == "cuda":
             emit(memory_report(run.device), rank=LOG_RANK)
 
@@ -89,52 +93,85 @@ class TrainingLog(Callback):
         return means
 
     def _end_interval(self, run: TrainingRun, result: StepResult, norm: float | None) -> None:
-        """Print the line of the interval; start a new interval unless this was only the first iteration."""
-        args, state, sums = run.args, run.state, self._sums
-        is_reset = state.iteration % args.log_interval == 0
+        """Print the line of the interval; start a new interval unless this was only the first iteration.
+
+        Only what must not wait is read here: beside captured steps the line is made while the device does the next one.
+        """
+        args, sums = run.args, self._sums
+        is_reset = run.state.iteration % args.log_interval == 0
         timers = get_timers()
         seconds = timers(INTERVAL_TIMER).elapsed(reset=is_reset, barrier=True)
         seconds_per_step = seconds / sums.num_steps()
-        operations = num_floating_point_operations(args, result.batch_size)
-        throughput = operations / (seconds_per_step * 1e12 * get_world_size())
-        router_losses, router_metrics = split_router_figures(sums.mean_moe())
-        values = LogValues(
-            iteration=state.iteration,
-            train_iters=args.train_iters,
-            consumed_samples=state.consumed_train_samples,
-            skipped_samples=state.skipped_train_samples,
+        read = ReadNow(
             elapsed_ms_per_iteration=seconds_per_step * 1000.0,
-            tflops_per_gpu=throughput if args.log_throughput else None,
-            tokens_per_second=sums.num_tokens / seconds if args.log_throughput else None,
-            learning_rate=learning_rate(run.optimizer.param_groups),
-            global_batch_size=result.batch_size,
-            losses=sums.mean_losses() | router_losses,
-            moe_metrics=router_metrics,
             loss_scale=run.optimizer.get_loss_scale().item(),
-            grad_norm=result.grad_norm,
-            num_zeros=result.num_zeros_in_grad,
             params_norm=norm,
-            num_skipped_iterations=sums.num_skipped,
-            num_nan_iterations=sums.num_nan,
-            hidden_share=run.hidden_share,
-            num_overflows=None if sums.row_load is None else sums.num_overflows,
-            row_head_room=sums.row_head_room(args.moe_expert_rank_capacity_factor),
             state_hash=state_hash(run.model, run.optimizer) if args.log_state_hash else None,
+            time=datetime.now(),
         )
-        emit(format_log_line(values, datetime.now()), rank=LOG_RANK)
-        self._report_timers(run, sums.num_steps(), seconds_per_step, throughput)
+        run.put_off.add(partial(_print_line, run, result, sums, read))
+        others = [name for name in timers.names() if name != INTERVAL_TIMER]
+        if run.guarded_steps is None or others or self._is_first:
+            run.put_off.do()
+        self._report_timers(run, result, others, seconds_per_step)
         if is_reset:
             self._sums = IntervalSums()
 
-    def _report_timers(self, run: TrainingRun, num_steps: int, seconds_per_step: float, throughput: float) -> None:
-        """Print the other timers, and write them if asked for."""
-        timers, args, iteration = get_timers(), run.args, run.state.iteration
+    def _report_timers(self, run: TrainingRun, result: StepResult, names: list[str], seconds_per_step: float) -> None:
+        """Print the timers of these names, and write step time and throughput if asked for."""
+        args, iteration = run.args, run.state.iteration
         if args.log_timers_to_tensorboard and not self._is_first:
-            write_plain_scalars({"iteration-time": seconds_per_step, "throughput": throughput}, iteration)
-        names = [name for name in timers.names() if name != INTERVAL_TIMER]
-        text = timers.log_string(names, normalizer=num_steps)
+            rate = throughput(args, result.batch_size, seconds_per_step)
+            write_plain_scalars({"iteration-time": seconds_per_step, "throughput": rate}, iteration)
+        text = get_timers().log_string(names, normalizer=self._sums.num_steps())
         if text is not None:
             emit(text, rank=LOG_RANK)
+
+
+class ReadNow(NamedTuple):
+    """What a log line holds of the end of its step; the rest stays as it is until the next one has ended."""
+
+    elapsed_ms_per_iteration: float
+    loss_scale: float
+    params_norm: float | None
+    state_hash: str | None
+    time: datetime
+
+
+def _print_line(run: TrainingRun, result: StepResult, sums: IntervalSums, read: ReadNow) -> None:
+    """Print the line of an interval."""
+    args, state = run.args, run.state
+    seconds_per_step = read.elapsed_ms_per_iteration / 1000.0
+    router_losses, router_metrics = split_router_figures(sums.mean_moe())
+    values = LogValues(
+        iteration=state.iteration,
+        train_iters=args.train_iters,
+        consumed_samples=state.consumed_train_samples,
+        skipped_samples=state.skipped_train_samples,
+        elapsed_ms_per_iteration=read.elapsed_ms_per_iteration,
+        tflops_per_gpu=throughput(args, result.batch_size, seconds_per_step) if args.log_throughput else None,
+        tokens_per_second=sums.num_tokens / sums.num_steps() / seconds_per_step if args.log_throughput else None,
+        learning_rate=learning_rate(run.optimizer.param_groups),
+        global_batch_size=result.batch_size,
+        losses=sums.mean_losses() | router_losses,
+        moe_metrics=router_metrics,
+        loss_scale=read.loss_scale,
+        grad_norm=result.grad_norm,
+        num_zeros=result.num_zeros_in_grad,
+        params_norm=read.params_norm,
+        num_skipped_iterations=sums.num_skipped,
+        num_nan_iterations=sums.num_nan,
+        hidden_share=run.hidden_share,
+        num_overflows=None if sums.row_load is None else sums.num_overflows,
+        row_head_room=sums.row_head_room(args.moe_expert_rank_capacity_factor),
+        state_hash=read.state_hash,
+    )
+    emit(format_log_line(values, read.time), rank=LOG_RANK)
+
+
+def throughput(args: argparse.Namespace, batch_size: int, seconds_per_step: float) -> float:
+    """TFLOP/s of one rank by Megatron's formula."""
+    return num_floating_point_operations(args, batch_size) / (seconds_per_step * 1e12 * get_world_size())
 
 
 def learning_rate(param_groups: list[dict[str, Any]]) -> float:

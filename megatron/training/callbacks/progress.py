@@ -36,7 +36,8 @@ class ProgressBar(Callback):
         )
 
     def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
-        # The log line of this step has overwritten the bar's line; draw it again below.
+        # The log line of this step overwrites the bar's line; draw it again below.
+        run.put_off.do()
         self._bar.update(run.state.iteration - self._bar.n)
         self._bar.set_postfix({key: f"{loss:.3f}" for key, loss in result.losses.items()})
 

@@ -67,14 +67,16 @@ def tokens_of(inputs):
     return [view["tokens"].flatten().tolist() for view in inputs.batches]
 
 
-def test_batches_brought_ahead_wait_until_they_are_asked_for():
+def test_batches_brought_ahead_are_copied_once():
     inputs, coming = StaticInputs("train", [batch()], CPU), [batch(50)]
     inputs.fill([batch(10)])
-    inputs.stage(coming)
     assert tokens_of(inputs) == [[10, 11, 12, 13, 14, 15]]
+    inputs.stage(coming)
     coming[0]["tokens"].zero_()  # they were copied already
     inputs.fill(coming)
     assert tokens_of(inputs) == [[50, 51, 52, 53, 54, 55]]
+    inputs.fill(coming)  # not brought ahead a second time
+    assert tokens_of(inputs) == [[0] * 6]
 
 
 def test_batches_brought_ahead_do_not_stand_in_for_others():

@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.training import global_vars
 from megatron.training.callbacks.metrics import TrainingLog, learning_rate, split_router_figures
-from megatron.training.train_state import StepResult, TrainState
+from megatron.training.train_state import PutOff, StepResult, TrainState
 
 GROUP = {"lr": 1e-3, "is_decoupled_lr": False}
 
@@ -68,6 +68,8 @@ def run():
         pg_collection=ProcessGroupCollection(),
         device=torch.device("cpu"),
         hidden_share=None,
+        guarded_steps=None,
+        put_off=PutOff(),
     )
     global_vars.reset()
 
@@ -88,6 +90,28 @@ def test_four_lines_for_six_steps_with_interval_two(run, capsys):
     pattern = r"iteration +(\d+)/.* learning rate: 1\.000000E-03 \|.* lm loss: (\S+) \|"
     found = [re.search(pattern, line).groups() for line in lines]
     assert [(int(i), float(loss)) for i, loss in found] == [(1, 4.0), (2, 3.0), (4, 0.0), (6, 2.0)]
+
+
+def test_line_beside_captured_steps_is_printed_while_the_next_one_runs(run, capsys):
+    run.guarded_steps = "captured"
+    callback = TrainingLog()
+    callback.on_train_start(run)
+
+    def step(loss):
+        run.put_off.do()  # what guarded steps do behind a launch
+        run.state.iteration += 1
+        callback.on_step_end(run, StepResult({"lm loss": loss}, grad_norm=0.5, batch_size=4))
+        return re.findall(r"iteration +(\d+)/.* lm loss: (\S+) \|", capsys.readouterr().out)
+
+    run.args.log_interval = 1
+    printed = [step(loss) for loss in (4.0, 2.0, 3.0)]
+    assert [[(int(i), float(loss)) for i, loss in lines] for lines in printed] == [[(1, 4.0)], [], [(2, 2.0)]]
+    callback.on_evaluate_start(run)
+    assert "iteration        3/" in capsys.readouterr().out
+    callback.on_evaluate_end(run)
+    step(1.0)
+    callback.on_train_end(run)
+    assert "iteration        4/" in capsys.readouterr().out
 
 
 def test_same_flops_are_used_for_every_interval(run, capsys):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.training.callbacks.progress import ProgressBar, is_terminal
-from megatron.training.train_state import StepResult, TrainState
+from megatron.training.train_state import PutOff, StepResult, TrainState
 
 
 @pytest.mark.parametrize("is_tty", [True, False])
@@ -19,7 +19,7 @@ def test_bar_is_for_terminals(monkeypatch, is_tty):
 def test_bar_shows_iterations_and_the_latest_loss(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    run = SimpleNamespace(args=SimpleNamespace(train_iters=4), state=TrainState())
+    run = SimpleNamespace(args=SimpleNamespace(train_iters=4), state=TrainState(), put_off=PutOff())
     bar = ProgressBar()
     bar.on_train_start(run)
     for run.state.iteration in (1, 2, 4):
