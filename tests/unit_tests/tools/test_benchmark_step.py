@@ -33,30 +33,57 @@ def test_warm_up_and_capture_are_not_timed():
     assert len(row["losses"]) == 24
 
 
+BF16 = {"variant": "graph", "precision": "bf16", "flags": "", "commit": "0123456789abcdef"}
+FP8 = {**BF16, "precision": "fp8"}
+
+
 @pytest.mark.parametrize(
     ("log", "verdict"),
     [
-        (log_of(), "counts"),
+        (log_of(), "counts, losses within 0.0e+00 of graph bf16 at 0123456789"),
         (log_of(overflow_at=9), "timed steps were repeated"),
-        (log_of(overflow_at=2), "counts"),
-        (log_of(loss=5.2), "losses differ from the other run by 4.0e-02"),
+        (log_of(overflow_at=2), "counts, losses within 0.0e+00 of graph bf16 at 0123456789"),
+        (log_of(loss=5.2), "losses differ by 4.0e-02 from graph bf16 at 0123456789"),
         (log_of(loss=float("nan")), "a loss is not finite"),
     ],
     ids=["good", "repeated", "repeated-before", "other-loss", "nan"],
 )
-def test_row_counts_only_if_it_is_honest(log, verdict):
-    assert judge(read_row(log), read_row(log_of())) == verdict
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_row_counts_only_if_it_is_honest(log, verdict, precision):
+    assert judge(BF16 | read_row(log) | {"precision": precision}, BF16 | read_row(log_of())) == verdict
 
 
-def test_rows_are_compared_with_the_eager_run_or_else_the_first():
-    failed, graph, eager = (
-        {"variant": "eager"},
-        {"variant": "graph", "losses": [1.0]},
-        {"variant": "eager", "losses": []},
-    )
-    assert reference_of([failed, graph, eager]) is eager
-    assert reference_of([failed, graph]) is graph
-    assert reference_of([failed]) is None
+@pytest.mark.parametrize(
+    ("losses", "precision", "off"),
+    [
+        ([4.0, 2.0, 1.02], "bf16", 0.02),
+        ([4.0, 2.0, 1.02], "fp8", 0.02 / 7),
+        ([4.04, 1.98, 1.01], "fp8", 0.01),
+    ],
+)
+def test_fp8_is_judged_by_the_whole_curve_and_bf16_by_every_step(losses, precision, off):
+    assert step.difference(losses, [4.0, 2.0, 1.0], precision) == pytest.approx(off)
+
+
+def row_like(row, variant, num_steps=3, **changes):
+    return {**row, "variant": variant, "losses": [1.0] * num_steps, **changes}
+
+
+@pytest.mark.parametrize(
+    ("row", "beside", "chosen"),
+    [
+        pytest.param(row_like(FP8, "graph"), [row_like(BF16, "eager"), row_like(BF16, "graph")], 1, id="fp8-variant"),
+        pytest.param(row_like(FP8, "graph"), [row_like(FP8, "graph"), row_like(BF16, "eager")], 1, id="fp8-eager"),
+        pytest.param(row_like(FP8, "graph"), [row_like(BF16, "graph", 2)], None, id="other-number-of-steps"),
+        pytest.param(row_like(FP8, "graph"), [row_like(BF16, "graph", flags="--lr 1")], None, id="other-flags"),
+        pytest.param(row_like(FP8, "graph"), [{**BF16, "exit_code": 1}], None, id="failed"),
+        pytest.param(row_like(BF16, "graph"), [row_like(BF16, "graph"), row_like(BF16, "eager")], 1, id="eager"),
+        pytest.param(row_like(BF16, "graph"), [row_like(BF16, "graph"), row_like(FP8, "graph")], None, id="itself"),
+        pytest.param(row_like(BF16, "drop-pad"), [row_like(BF16, "graph")], 0, id="captured"),
+    ],
+)
+def test_rows_are_compared_with_one_that_can_be(row, beside, chosen):
+    assert reference_of(row, beside) is (None if chosen is None else beside[chosen])
 
 
 COUNTERS = "counters: {'re-runs': 14, 'graph captures': 1, 'graph replays': 12}\n"
@@ -65,7 +92,7 @@ COUNTERS = "counters: {'re-runs': 14, 'graph captures': 1, 'graph replays': 12}\
 @pytest.mark.parametrize(
     ("overflow_at", "counters", "verdict"),
     [
-        (range(1, 25), COUNTERS, "counts"),
+        (range(1, 25), COUNTERS, "counts, without another run beside it"),
         (range(1, 9), COUNTERS, "only 5 of 21 timed steps overflowed"),
         (range(1, 25), COUNTERS.replace("captures': 1", "captures': 12"), "the graph did not survive"),
     ],
@@ -73,27 +100,31 @@ COUNTERS = "counters: {'re-runs': 14, 'graph captures': 1, 'graph replays': 12}\
 )
 def test_row_of_overflows_counts_if_all_steps_overflow_and_the_graph_survives(overflow_at, counters, verdict):
     lines = [LINE.format(step=i, ms=100.0, tflops=300.0, loss=5.0, over=int(i in overflow_at)) for i in range(1, 25)]
-    row = read_row("".join(lines) + PEAK + counters) | {"variant": "overflow"}
-    assert judge(row, read_row(log_of())) == verdict
+    row = BF16 | read_row("".join(lines) + PEAK + counters) | {"variant": "overflow"}
+    assert judge(row, None) == verdict
 
 
-def test_rows_of_other_variants_stay_and_judge_the_new_one(tmp_path, monkeypatch):
-    losses = {"eager": 5.0, "graph": 5.2}
+def test_rows_of_other_variants_and_precisions_stay_and_judge_the_new_one(tmp_path, monkeypatch):
+    losses = {"eager": 5.0, "graph": 5.2, "fp8": 5.01}
 
     def launch(slice_name, flags, gpus):
-        return ["bash"], log_of(loss=losses["graph" if "full_iteration" in flags else "eager"]), 1.0, 0
+        kind = "fp8" if "fp8" in flags else "graph" if "full_iteration" in flags else "eager"
+        return ["bash"], log_of(loss=losses[kind]), 1.0, 0
 
     monkeypatch.setattr(step, "launch", launch)
-    words = ["--slice", "A", "--folder", str(tmp_path), "--variants"]
+    monkeypatch.setattr(step, "commit", lambda: ("0123456789abcdef", False))
     monkeypatch.setattr(step, "EVIDENCE", tmp_path)
+    words = ["--slice", "A", "--folder", str(tmp_path), "--variants"]
     assert step.main([*words, "eager"]) == 0
     assert step.main([*words, "graph"]) == 1
     losses["graph"] = 5.0
     assert step.main([*words, "graph"]) == 0
+    assert step.main([*words, "graph", "--precisions", "fp8"]) == 0
     rows = step.rows_of(tmp_path / "step-A-1gpu.json")
-    assert [(row["variant"], row["verdict"]) for row in rows] == [
-        ("eager", "counts, without another run beside it"),
-        ("graph", "counts"),
+    assert [(row["variant"], row["precision"], row["verdict"]) for row in rows] == [
+        ("eager", "bf16", "counts, without another run beside it"),
+        ("graph", "bf16", "counts, losses within 0.0e+00 of eager bf16 at 0123456789"),
+        ("graph", "fp8", "counts, losses within 2.0e-03 of graph bf16 at 0123456789"),
     ]
 
 
