@@ -8,6 +8,7 @@ TEST_TYPE says what is launched:
     regular       once
     ckpt-resume   once with a save at half of the iterations, then from that save to the end again (with MODEL_ARGS_2
                   instead, if given); both halves must be equal
+    curve         once, over so many steps that last bits decide each of them: only its end is the same elsewhere
 Types that begin from a stored checkpoint are not there: none is shipped.
 
 TIER says when: normal (with every change) or full (with the whole matrices).
@@ -29,7 +30,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 CASES = Path(__file__).parent / "test_cases"
 CORPUS = ROOT / "examples" / "data" / "kjv_genesis_ruth.txt"
-TEST_TYPES = {"regular": 1, "ckpt-resume": 2}
+TEST_TYPES = {"regular": 1, "ckpt-resume": 2, "curve": 1}
 """Test type -> number of launches."""
 TIERS = ("normal", "full")
 CHECKPOINTS = "checkpoints"

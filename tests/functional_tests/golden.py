@@ -10,6 +10,7 @@ where it was recorded. nan fails always, on either side.
 | num-zeros                | equal                             | 0.20 relative, a few steps may stray             |
 | mem-...-bytes            | 0.05 relative                     | 0.05 relative                                    |
 | iteration-time (seconds) | median of the middle steps within 0.05 of the golden's                              |
+| end of a curve           | equal to five decimals            | mean of the last 20 steps within 1e-2            |
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ DECIMALS = 5
 EARLY_STEPS, EARLY_RTOL, LATE_RTOL = 10, 1e-4, 2e-3
 ROUTER_RTOL, COUNT_RTOL, MEMORY_RTOL, TIME_RTOL = 1e-2, 0.20, 0.05, 0.05
 SHORT_RUN = 25
+END_STEPS, END_RTOL = 20, 1e-2
 ROUTER_LOSSES = ("load_balancing_loss", "z_loss")
 LOG_NAMES = {"num-zeros": "num zeros"}
 """Metric in a golden file -> piece of the log line, where they differ."""
@@ -110,6 +112,23 @@ def compare(golden: Metrics, run: Metrics, is_same_fingerprint: bool) -> list[st
         if len(bad) > _allowed_bad_steps(name, len(expected), is_same_fingerprint):
             step = bad[0]
             problems.append(f"{name}: {len(bad)} steps differ, first {step}: {got[step]} for {expected[step]}")
+    return problems
+
+
+def end_of(series: Series) -> float:
+    """Mean of the last 20 steps of a curve: one step says more about its batch than about the model."""
+    return statistics.mean(series[step] for step in sorted(series)[-END_STEPS:])
+
+
+def compare_ends(golden: Metrics, run: Metrics) -> list[str]:
+    """Return a sentence for each metric whose curve has other steps or ends elsewhere."""
+    problems = []
+    for name, expected in golden.items():
+        got = run.get(name, {})
+        if set(expected) != set(got):
+            problems.append(f"{name}: {len(got)} steps, the golden has {len(expected)}")
+        elif not abs(end_of(got) - end_of(expected)) <= END_RTOL * end_of(expected):
+            problems.append(f"{name}: ends at {end_of(got):.4f}, the golden at {end_of(expected):.4f}")
     return problems
 
 

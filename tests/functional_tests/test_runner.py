@@ -6,7 +6,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from tests.functional_tests.cases import command_words, find_cases, rewind
-from tests.functional_tests.golden import collect, compare, write_golden
+from tests.functional_tests.golden import collect, compare, compare_ends, write_golden
 
 GOLDEN = {"lm loss": dict.fromkeys(range(1, 13), 5.0), "num-zeros": dict.fromkeys(range(1, 13), 100.0)}
 
@@ -58,6 +58,24 @@ def test_comparison(run, is_same, passes):
 )
 def test_losses_of_routers_may_stray_a_hundredth(name, value, passes):
     assert (compare({name: {3: 1.0}}, {name: {3: value}}, is_same_fingerprint=False) == []) is passes
+
+
+CURVE = {step: 9.0 if step <= 180 else 2.0 + 0.1 * (step % 2) for step in range(1, 201)}
+
+
+@pytest.mark.parametrize(
+    ("run", "passes"),
+    [
+        pytest.param({step: 5.0 if step <= 180 else 2.05 for step in CURVE}, True, id="same-end-on-another-way"),
+        pytest.param({step: 1.009 * loss for step, loss in CURVE.items()}, True, id="within-a-hundredth"),
+        pytest.param({step: 1.011 * loss for step, loss in CURVE.items()}, False, id="above"),
+        pytest.param({step: 0.989 * loss for step, loss in CURVE.items()}, False, id="below"),
+        pytest.param({**CURVE, 199: math.nan}, False, id="nan"),
+        pytest.param({step: loss for step, loss in CURVE.items() if step < 200}, False, id="broke-off"),
+    ],
+)
+def test_curves_are_compared_by_their_last_twenty_steps(run, passes):
+    assert (compare_ends({"lm loss": CURVE}, {"lm loss": run}) == []) is passes
 
 
 def test_curve_of_nans_fails_against_itself():

@@ -52,6 +52,7 @@ PERMUTE = "tests/gpu_tests/test_permute.py"
 ELEMENTWISE = "tests/gpu_tests/test_elementwise.py"
 FP8 = "tests/gpu_tests/test_fp8.py"
 FP8_STEPS = "tests/gpu_tests/test_fp8_steps.py"
+FP8_CURVES = "tests/gpu_tests/test_fp8_curves.py"
 DISPATCH = "tests/gpu_tests/test_dispatch_benchmark.py"
 OVERLAP = "tests/gpu_tests/test_overlap.py"
 OVERLAP_RUNS = "tests/gpu_tests/test_overlap_runs.py"
@@ -101,6 +102,7 @@ OWN_PARTS = (
     FUSED_ADAM,
     FP8,
     FP8_STEPS,
+    FP8_CURVES,
     ENGINE,
 )
 """Files that `unit` leaves to parts of their own."""
@@ -131,6 +133,7 @@ PARTS = (
     Part("fp8", (FP8, "-k", "not benchmark"), 120),
     Part("fp8-memory", (FP8_STEPS, "-k", "in_flight or pool_of"), 60),
     Part("fp8-steps", (FP8_STEPS, "-k", "eager_ones"), 120),
+    Part("fp8-curves", (FP8_CURVES,), 90),
     Part("fp8-quantise", (FP8, "-k", "benchmark_times and quantise"), 60),
     Part("fp8-casts", (FP8, "-k", "benchmark_times and casts"), 60),
     Part("fp8-few-rows", (FP8, "-k", "for_few_rows"), 60),
@@ -163,8 +166,8 @@ PARTS = (
     Part("graph-figures", (f"{FIGURES}::test_captured_step_of_slice_a_beside_an_eager_one[4]",), 120),
     Part("graph-figures-1", (f"{FIGURES}::test_captured_step_of_slice_a_beside_an_eager_one[1]",), 120),
     Part("graph-growing", (f"{FIGURES}::test_capture_into_memory_that_grows_in_place",), 90),
-    Part("step-A", (f"{STEP}::test_captured_step_is_timed[A]",), 120),
-    Part("step-C", (f"{STEP}::test_captured_step_is_timed[C]",), 120),
+    Part("step-A", (f"{STEP}::test_captured_step_is_timed[A]",), 90),
+    Part("step-C", (f"{STEP}::test_captured_step_is_timed[C]",), 90),
     Part("fused-loss", (FUSED_LOSS,), 60),
     Part("fused-router", (FUSED_ROUTER,), 60),
     Part("fused-norm", (FUSED_NORM, "-k", "not bandwidth"), 60),
@@ -173,8 +176,8 @@ PARTS = (
     Part("fused-norm-speed", (FUSED_NORM, "-k", "bandwidth"), 60),
     Part("step-A-kernels", (f"{STEP}::test_kernels_of_a_captured_step_are_listed[A]",), 90),
     Part("step-C-kernels", (f"{STEP}::test_kernels_of_a_captured_step_are_listed[C]",), 90),
-    Part("step-A-fp8", (f"{STEP}::test_captured_step_in_fp8_is_timed[A]",), 70),
-    Part("step-C-fp8", (f"{STEP}::test_captured_step_in_fp8_is_timed[C]",), 70),
+    Part("step-A-fp8", (f"{STEP}::test_captured_step_in_fp8_is_timed[A]",), 90),
+    Part("step-C-fp8", (f"{STEP}::test_captured_step_in_fp8_is_timed[C]",), 90),
     Part("step-A-fp8-kernels", (f"{STEP}::test_kernels_of_a_captured_step_in_fp8_are_listed[A]",), 90),
     Part("step-C-fp8-kernels", (f"{STEP}::test_kernels_of_a_captured_step_in_fp8_are_listed[C]",), 90),
     Part("step-A-eager", (f"{STEP}::test_row_beside_it_is_timed[A-eager]",), 110),
