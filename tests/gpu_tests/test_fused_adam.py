@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.optimizer.neighbours import zeros_beside
 from megatron.core.optimizer.precision_aware_adam import PrecisionAwareAdam
 from tools.benchmark import memory_bound
 from tools.benchmark.result import ROOT
@@ -26,16 +27,29 @@ def normal(count, seed):
 
 
 def our_optimizer(moment=torch.float32):
-    """Adam over parameters of some sizes, each with a bf16 rounding."""
-    params = [torch.nn.Parameter(normal(count, count)) for count in SIZES]
+    """Adam over parameters of some sizes, each with a bf16 rounding; all lie end to end but the last."""
+    storage = normal(sum(SIZES) + 100, 1)
+    ends = [sum(SIZES[:i]) for i in range(len(SIZES))]
+    ends[-1] += 100
+    params = [torch.nn.Parameter(storage[end : end + count]) for end, count in zip(ends, SIZES, strict=True)]
+    rounded = storage.bfloat16()
+    means, squares = (zeros_beside(params, lambda dtype: moment) for _ in range(2))
     optimizer = PrecisionAwareAdam(
         [{"params": params, "lr": torch.tensor(0.01, device="cuda"), "weight_decay": DECAY}], BETAS, EPS, True
     )
-    for param in params:
-        param.rounded = param.detach().bfloat16()
-        moments = {key: torch.zeros_like(param, dtype=moment) for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[param] = {"step": torch.zeros((), device="cuda"), **moments}
+    for param, mean, square in zip(params, means, squares, strict=True):
+        place = param.storage_offset()
+        param.rounded = rounded[place : place + param.numel()]
+        optimizer.state[param] = {"step": torch.zeros((), device="cuda"), "exp_avg": mean, "exp_avg_sq": square}
     return optimizer, params
+
+
+def give_gradients(params, seed, dtype=torch.float32):
+    """Gradients that lie as the parameters do."""
+    grads = normal(sum(SIZES) + 100, seed).to(dtype)
+    for param in params:
+        place = param.storage_offset()
+        param.decoupled_grad = grads[place : place + param.numel()]
 
 
 @pytest.mark.parametrize("grad_scale", [None, 3.7])
@@ -49,8 +63,8 @@ def test_steps_have_the_bits_of_torch(grad_scale):
         for optimizer in (ours, theirs):
             optimizer.found_inf = is_raised
             optimizer.grad_scale = None if grad_scale is None else torch.tensor(grad_scale, device="cuda")
+        give_gradients(params, 100 + step)
         for param, other in zip(params, others, strict=True):
-            param.decoupled_grad = normal(param.numel(), 100 + step)
             other.grad = param.decoupled_grad.clone()
         ours.step()
         theirs.step()
@@ -64,8 +78,7 @@ def test_steps_have_the_bits_of_torch(grad_scale):
 def test_moments_in_bf16_are_those_of_fp32_rounded():
     (ours, params), (wide, wide_params) = our_optimizer(torch.bfloat16), our_optimizer()
     for optimizer, own in ((ours, params), (wide, wide_params)):
-        for param in own:
-            param.decoupled_grad = normal(param.numel(), 7).bfloat16()
+        give_gradients(own, 7, torch.bfloat16)
         optimizer.step()
     for param, other in zip(params, wide_params, strict=True):
         assert torch.equal(param, other)
@@ -75,8 +88,8 @@ def test_moments_in_bf16_are_those_of_fp32_rounded():
 
 def test_captured_step_is_the_eager_one():
     (captured, params), (eager, others) = our_optimizer(), our_optimizer()
-    for one, other in zip(params, others, strict=True):
-        one.decoupled_grad = other.decoupled_grad = normal(one.numel(), 3)
+    for own in (params, others):
+        give_gradients(own, 3)
     eager.step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

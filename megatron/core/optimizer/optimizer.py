@@ -13,6 +13,7 @@ State is kept by the parameter's global name, so that it can be saved and loaded
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +28,10 @@ from megatron.core.optimizer.clip_grads import (
 )
 from megatron.core.optimizer.grad_scaler import build_grad_scaler
 from megatron.core.optimizer.main_params import HALF_DTYPES, MainParams
+from megatron.core.optimizer.neighbours import zeros_beside
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import build_param_groups
-from megatron.core.optimizer.precision_aware_adam import PrecisionAwareAdam
+from megatron.core.optimizer.precision_aware_adam import MOMENTS, PrecisionAwareAdam
 from megatron.core.optimizer.sharded_params import ShardedMainParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.step_guard import StepGuard
@@ -255,15 +257,14 @@ class MegatronOptimizer:
 
     def _fill_state(self) -> None:
         """Allocate what the algorithm would allocate in its first step, so that loading always finds it."""
-        for param in (param for group in self.param_groups for param in group["params"]):
-            if self.config.optimizer == "sgd":
-                self._inner.state[param] = {"momentum_buffer": torch.zeros_like(param)}
-                continue
-            self._inner.state[param] = {
-                "step": torch.zeros((), dtype=torch.float32, device=param.device),
-                "exp_avg": torch.zeros_like(param, dtype=self.config.moment_dtype("exp_avg", param.dtype)),
-                "exp_avg_sq": torch.zeros_like(param, dtype=self.config.moment_dtype("exp_avg_sq", param.dtype)),
-            }
+        params = [param for group in self.param_groups for param in group["params"]]
+        if self.config.optimizer == "sgd":
+            self._inner.state.update({param: {"momentum_buffer": torch.zeros_like(param)} for param in params})
+            return
+        means, squares = (zeros_beside(params, partial(self.config.moment_dtype, key)) for key in MOMENTS)
+        for param, mean, square in zip(params, means, squares, strict=True):
+            step = torch.zeros((), dtype=torch.float32, device=param.device)
+            self._inner.state[param] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
 
     def named_state(self) -> Iterator[ParamState]:
         """Yield what this rank keeps, in group order.

@@ -1,9 +1,9 @@
 """Adam whose moments and gradients may be kept in bf16 (--use-precision-aware-optimizer).
 
-A step takes up one parameter at a time. On a GPU a kernel reads gradient, weight and moments once and also writes the
-model's half-precision weight. Elsewhere a step widens moments and gradient to the parameter's dtype, runs torch's fused
-kernel on them, and rounds the moments back to nearest even. With fp32 moments and gradients the bits are those of
-torch's Adam.
+On a GPU a kernel reads gradient, weight and moments once and also writes the model's half-precision weight, for all
+parameters at a time whose memory lies end to end. Elsewhere a step widens moments and gradient of one parameter to its
+dtype, runs torch's fused kernel on them, and rounds the moments back to nearest even. With fp32 moments and gradients
+the bits are those of torch's Adam.
 
     second moment in bf16: an update by less than 2^-9 of the old value is lost, as beta2 = 0.999 asks for once the
     moment has settled; prefer beta2 = 0.95 or keep it in fp32.
@@ -14,14 +14,15 @@ Memory: without the kernel, one parameter's moments and gradient in its own dtyp
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim.adam import adam
 
 from megatron.core.fusions.fused_adam import AdamRule, AdamTensors, StepScalars, adam_step, has_adam_kernel
+from megatron.core.optimizer.neighbours import join_neighbours
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS: tuple[Literal["exp_avg"], Literal["exp_avg_sq"]] = ("exp_avg", "exp_avg_sq")
 
 
 class PrecisionAwareAdam(torch.optim.Optimizer):
@@ -40,22 +41,25 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         assert closure is None, "the step of a large model is not evaluated twice"
         counts = []
         for group in self.param_groups:
+            kernel_parts = []
             for param in group["params"]:
                 grad = getattr(param, "decoupled_grad", None)
                 if grad is None:
                     continue
                 tensors = AdamTensors(param, grad, **self.state[param], rounded=getattr(param, "rounded", None))
                 if has_adam_kernel(tensors):
-                    self._update_by_kernel(tensors, group)
-                    counts.append(tensors.step)
+                    kernel_parts.append(tensors)
                 else:
                     self._update(tensors, group)
+            for tensors in join_neighbours(kernel_parts):
+                self._update_by_kernel(tensors, group)
+            counts += [tensors.step for tensors in kernel_parts]
         if counts:
             found_inf = getattr(self, "found_inf", None)
             torch._foreach_add_(counts, 1.0 if found_inf is None else 1.0 - found_inf.reshape(()))
 
     def _update_by_kernel(self, tensors: AdamTensors, group: dict[str, Any]) -> None:
-        """One parameter [n], all but the count of its steps, which all programs of the kernel read."""
+        """Parameters that lie end to end [n], all but the count of their steps, which all programs read."""
         lr = group["lr"] if isinstance(group["lr"], torch.Tensor) else torch.full((), group["lr"], device="cuda")
         scalars = StepScalars(lr, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         rule = AdamRule(group["betas"], group["eps"], group["weight_decay"], self.is_weight_decay_decoupled)
