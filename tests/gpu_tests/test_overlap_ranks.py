@@ -72,9 +72,10 @@ def test_last_weight_gradients_hide_messages_and_change_no_bit(tmp_path):
 
 
 def test_ranks_are_silent_under_the_stream_checker(tmp_path):
-    line = f"{MODEL}{DISPATCHERS['alltoall']}{DELAYED}--ddp-bucket-size 20000 --check-streams"
-    (first, _) = run_ranks(2, [line.split()], tmp_path, 110)
-    assert "stream check: no findings" in first[0]
+    line = f"{MODEL}{DISPATCHERS['alltoall']}--ddp-bucket-size 20000 --check-streams "
+    lines = [line + DELAYED, f"{line}{PIPELINE}--expert-model-parallel-size 1"]
+    (first, _) = run_ranks(2, [line.split() for line in lines], tmp_path, 110)
+    assert all("stream check: no findings" in log for log in first)
 
 
 SIZES = (

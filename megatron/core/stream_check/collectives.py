@@ -104,9 +104,10 @@ class CollectiveStreams:
         recorder.write(writes, operation)
         result = func(*args, **kwargs)
         handle = _handle_in(result)
-        if handle is not None:
-            self._open[id(handle)] = _Open(
-                handle, reads + writes, clocks.snapshot(stream), operation, recorder.step, record.peer is not None
+        is_message = record.peer is not None
+        if handle is not None or is_message:  # NCCL gives a message of a batch none of its own
+            self._open[id(handle or operation)] = _Open(
+                handle, reads + writes, clocks.snapshot(stream), operation, recorder.step, is_message
             )
         return result
 

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import streams
 from megatron.core.deferred_wgrad import WgradQueue
@@ -359,6 +360,22 @@ def test_asynchronous_collective_is_behind_nobody_who_does_not_wait(lonely_world
     assert "first  c10d.alltoall_base_ on default group in F 0.1 dispatch" in first
     assert "then   aten.add on compute" in first
     assert first.endswith("compute has not waited for default group")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_handle_of_a_batch_stands_for_its_messages(monkeypatch, waits):
+    monkeypatch.setattr(collectives, "_handle_in", lambda result: None)  # as NCCL does in a batch
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with recorded_step() as recorder:
+            x = torch.ones(4)
+            batch = dist.isend(x, 1)
+            if waits:
+                dist.Work.wait(batch)  # the fake has a class of its own
+            x.add_(1)
+    finally:
+        dist.destroy_process_group()
+    assert kinds(recorder) == ([] if waits else [Kind.WRITE])
 
 
 def test_collective_that_nobody_waits_for_is_found(lonely_world):
