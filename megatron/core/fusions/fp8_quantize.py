@@ -67,7 +67,7 @@ class CastCut:
 
 BLOCK_CUT, ROW_CUT = CastCut(), CastCut(high=16, num_warps=4)
 CUTS = {
-    (Mode.MATRIX, True): CastCut(),
+    (Mode.MATRIX, True): ROW_CUT,
     (Mode.MATRIX, False): ROW_CUT,
     (Mode.LINES, True): CastCut(),
     (Mode.LINES, False): ROW_CUT,
