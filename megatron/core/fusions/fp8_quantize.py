@@ -20,7 +20,7 @@ Legend: n matrices (1 for activations), R rows, C columns, E experts whose rows 
 the last one's count as zeros. Rows of one expert begin at multiples of 16, and of 128 in block modes.
 """
 
-# ruff: noqa: ANN001, ANN202 (a compiled kernel takes no annotations but tl.constexpr)
+# ruff: noqa: ANN001, ANN201, ANN202 (a compiled kernel takes no annotations but tl.constexpr)
 import enum
 from dataclasses import dataclass
 
@@ -139,7 +139,7 @@ def cast(
     """Quantise values [n, R, C] in the orientations asked for; `ends` int32 [E]. Host: no synchronisation."""
     num_matrices, num_rows, num_columns = values.shape
     given, cut = given or Given(), cut or CUTS[mode, by_column]
-    raw = _new_codes(values, mode, by_row, by_column)
+    raw = new_codes(values.shape, values.device, mode, by_row, by_column)
     num_experts = 0 if ends is None else ends.numel()
     grid = (-(-num_rows // (cut.high * cut.low)) * -(-num_columns // cut.columns), num_matrices)
     inputs = (values, ends, given.amax, given.past, given.rows, given.columns)
@@ -177,20 +177,19 @@ def cast(
         num_warps=cut.num_warps,
         maxnreg=cut.max_registers,
     )
-    rows, columns = (None if part is None else part.view(dtype) for part in (raw.rows, raw.columns))
-    return Codes(rows, columns, *_scales_of_lines(raw, mode))
+    return finished_codes(raw, dtype, mode)
 
 
-def _new_codes(values: torch.Tensor, mode: Mode, by_row: bool, by_column: bool) -> Codes:
-    """Memory for the codes of values [n, R, C] as bytes, and for scales.
+def new_codes(shape: torch.Size, device: torch.device, mode: Mode, by_row: bool, by_column: bool) -> Codes:
+    """Memory for the codes of values of `shape` [n, R, C] as bytes, and for scales.
 
     Products want the scales of neighbouring lines side by side: those of strips lie as [n, strips, lines].
     """
-    num_matrices, num_rows, num_columns = values.shape
+    num_matrices, num_rows, num_columns = shape
     tall, wide = -(-num_rows // BLOCK), -(-num_columns // BLOCK)
 
-    def new(is_wanted: bool, dtype: torch.dtype, *shape: int) -> torch.Tensor | None:
-        return torch.empty(num_matrices, *shape, dtype=dtype, device=values.device) if is_wanted else None
+    def new(is_wanted: bool, dtype: torch.dtype, *size: int) -> torch.Tensor | None:
+        return torch.empty(num_matrices, *size, dtype=dtype, device=device) if is_wanted else None
 
     rows = new(by_row, torch.uint8, num_rows, num_columns)
     columns = new(by_column, torch.uint8, num_columns, num_rows)
@@ -201,17 +200,16 @@ def _new_codes(values: torch.Tensor, mode: Mode, by_row: bool, by_column: bool) 
     return Codes(rows, columns, row_scale, new(by_column and is_strips, torch.float32, tall, num_columns))
 
 
-def _scales_of_lines(raw: Codes, mode: Mode) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Scales as `Codes` holds them, from how they lie in memory: squares [n, a, b], strips [n, strips, lines]."""
+def finished_codes(raw: Codes, dtype: torch.dtype, mode: Mode) -> Codes:
+    """What a kernel wrote as `Codes` holds it: scales of squares lie as [n, a, b], of strips as [n, strips, lines]."""
+    rows, columns = (None if part is None else part.view(dtype) for part in (raw.rows, raw.columns))
     if mode is Mode.SQUARES:
         assert raw.row_scale is not None, "squares have scales"
-        return raw.row_scale, raw.row_scale.transpose(1, 2)
+        return Codes(rows, columns, raw.row_scale, raw.row_scale.transpose(1, 2))
     if mode is Mode.MATRIX:
-        return raw.row_scale, raw.row_scale
-    row_scale, column_scale = (
-        None if part is None else part.transpose(1, 2) for part in (raw.row_scale, raw.column_scale)
-    )
-    return row_scale, column_scale
+        return Codes(rows, columns, raw.row_scale, raw.row_scale)
+    scales = (None if part is None else part.transpose(1, 2) for part in (raw.row_scale, raw.column_scale))
+    return Codes(rows, columns, *scales)
 
 
 @triton_jit
@@ -273,22 +271,105 @@ def _cast_kernel(
     INTERPRETED: tl.constexpr,
 ):
     """One tile of one matrix of values [n, R, C]."""
-    ROWS: tl.constexpr = HIGH * LOW
     matrix = tl.program_id(1).to(tl.int64)
-    down, across = tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS)
-    top = tl.program_id(0) // (BAND * across) * BAND
-    height = tl.minimum(down - top, BAND)
-    row_tile = top + tl.program_id(0) % (BAND * across) % height
-    column_tile = tl.program_id(0) % (BAND * across) // height
-    first_row, first_column = row_tile * ROWS, column_tile * COLUMNS
-    high = tl.arange(0, HIGH)[:, None, None]
-    row = high * LOW + tl.arange(0, LOW)[None, :, None]
+    row_tile, column_tile = tile_place(tl.program_id(0), num_rows, num_columns, HIGH * LOW, COLUMNS, BAND)
+    first_row, first_column = row_tile * (HIGH * LOW), column_tile * COLUMNS
+    row = tl.arange(0, HIGH)[:, None, None] * LOW + tl.arange(0, LOW)[None, :, None]
     column = tl.arange(0, COLUMNS)[None, None, :]
-    is_row, is_column = first_row + row < num_rows, first_column + column < num_columns
-    last = last_row(ends, num_rows, num_experts)
+    is_read = (first_row + row < last_row(ends, num_rows, num_experts)) & (first_column + column < num_columns)
     start = values + matrix * matrix_stride + first_row.to(tl.int64) * row_stride + first_column
-    is_read = (first_row + row < last) & is_column
     x = tl.load(start + (row * row_stride + column), mask=is_read, other=0.0).to(tl.float32)
+    cast_tile(
+        x,
+        matrix,
+        first_row,
+        first_column,
+        num_columns,
+        row_codes,
+        column_codes,
+        row_scale,
+        column_scale,
+        amax,
+        past,
+        noted,
+        row_factor,
+        column_factor,
+        ends,
+        num_rows,
+        num_columns,
+        num_experts,
+        MODE,
+        BY_ROW,
+        BY_COLUMN,
+        EXPERTS,
+        IS_SHARED,
+        SHRINK,
+        IS_E5M2,
+        HIGH,
+        LOW,
+        COLUMNS,
+        INTERPRETED,
+    )
+
+
+@triton_jit
+def tile_place(tile, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr):
+    """Number of a tile of a matrix [R, C] -> (down, across): bands of BAND tiles, each walked down column by column."""
+    down, across = tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS)
+    top = tile // (BAND * across) * BAND
+    height = tl.minimum(down - top, BAND)
+    return top + tile % (BAND * across) % height, tile % (BAND * across) // height
+
+
+@triton_jit
+def note_amax(bits, noted):
+    """Raise the bits int32 [] at `noted` to the largest of bits [HIGH, LOW, COLUMNS]."""
+    largest = tl.max(tl.max(tl.max(bits, axis=2), axis=1), axis=0)
+    if largest > tl.load(noted):  # spares most of the writes: the amax of a step only grows
+        tl.atomic_max(noted, largest)
+
+
+@triton_jit
+def cast_tile(
+    x,
+    matrix,
+    first_row,
+    first_column,
+    end_column,
+    row_codes,
+    column_codes,
+    row_scale,
+    column_scale,
+    amax,
+    past,
+    noted,
+    row_factor,
+    column_factor,
+    ends,
+    num_rows,
+    num_columns,
+    num_experts,
+    MODE: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    IS_SHARED: tl.constexpr,
+    SHRINK: tl.constexpr,
+    IS_E5M2: tl.constexpr,
+    HIGH: tl.constexpr,
+    LOW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Codes and scales of one tile x fp32 [HIGH, LOW, COLUMNS] of one matrix [R, C], up to `end_column`.
+
+    Rows that do not count, and columns behind the end, are zeros in x.
+    """
+    ROWS: tl.constexpr = HIGH * LOW
+    down, across = tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS)
+    row = tl.arange(0, HIGH)[:, None, None] * LOW + tl.arange(0, LOW)[None, :, None]
+    column = tl.arange(0, COLUMNS)[None, None, :]
+    is_row, is_column = first_row + row < num_rows, first_column + column < end_column
     by_row = 1.0
     by_column = 1.0
     if MODE == 0:
@@ -296,46 +377,41 @@ def _cast_kernel(
         by_column = by_row
         if tl.program_id(0) == 0:
             tl.store(row_scale + matrix, tl.div_rn(1.0, by_row))
-        if noted is not None:
-            largest = tl.max(tl.max(tl.max(magnitude(x), axis=2), axis=1), axis=0)
-            if largest > tl.load(noted):  # spares most of the writes: the amax of a step only grows
-                tl.atomic_max(noted, largest)
-    elif MODE == 1:
-        if BY_ROW:
+    elif MODE == 3:
+        largest = tl.max(tl.max(tl.max(magnitude(x), axis=2), axis=1), axis=0)
+        by_row, scale = block_factor(largest, IS_E5M2)
+        by_column = by_row
+        tl.store(row_scale + (matrix * down + first_row // ROWS) * across + first_column // COLUMNS, scale)
+    CHECKS: tl.constexpr = past is not None
+    if BY_ROW:
+        if MODE == 1:
             spot = row_factor + matrix * num_rows + first_row + row
             by_row = tl.load(spot, mask=is_row, other=1.0)
-        if BY_COLUMN:
+        elif MODE == 2:
+            by_row, scale = block_factor(tl.max(magnitude(x), axis=2, keep_dims=True), IS_E5M2)
+            spot = row_scale + (matrix * across + first_column // COLUMNS) * num_rows + first_row
+            tl.store(spot + row, scale, mask=is_row)
+        code = codes_of(x * by_row, CHECKS, IS_E5M2, INTERPRETED)
+        start = row_codes + (matrix * num_rows + first_row) * num_columns + first_column
+        tl.store(start + (row * num_columns + column), code, mask=is_row & is_column)
+    if BY_COLUMN:
+        if MODE == 1:
             spot = column_factor + first_column + column
             if ends is None:
                 by_column = tl.load(spot + matrix * num_columns, mask=is_column, other=1.0)
             else:
                 owners = _owners(ends, first_row, num_experts, EXPERTS, HIGH, LOW)
                 by_column = tl.load(spot + owners * num_columns, mask=is_column & (owners < num_experts), other=1.0)
-    elif MODE == 2:
-        bits = magnitude(x)
-        if BY_ROW:
-            largest = tl.max(bits, axis=2, keep_dims=True)
-            by_row, scale = block_factor(largest, IS_E5M2)
-            tl.store(row_scale + (matrix * across + column_tile) * num_rows + first_row + row, scale, mask=is_row)
-        if BY_COLUMN:
-            largest = tl.max(tl.max(bits, axis=1, keep_dims=True), axis=0, keep_dims=True)
+        elif MODE == 2:
+            largest = tl.max(tl.max(magnitude(x), axis=1, keep_dims=True), axis=0, keep_dims=True)
             by_column, scale = block_factor(largest, IS_E5M2)
-            spot = column_scale + (matrix * down + row_tile) * num_columns + first_column + column
-            tl.store(spot, scale, mask=is_column)
-    else:
-        largest = tl.max(tl.max(tl.max(magnitude(x), axis=2), axis=1), axis=0)
-        by_row, scale = block_factor(largest, IS_E5M2)
-        by_column = by_row
-        tl.store(row_scale + (matrix * down + row_tile) * across + column_tile, scale)
-    CHECKS: tl.constexpr = past is not None
-    if BY_ROW:
-        code = codes_of(x * by_row, CHECKS, IS_E5M2, INTERPRETED)
-        start = row_codes + (matrix * num_rows + first_row) * num_columns + first_column
-        tl.store(start + (row * num_columns + column), code, mask=is_row & is_column)
-    if BY_COLUMN:
+            spot = column_scale + (matrix * down + first_row // ROWS) * num_columns + first_column
+            tl.store(spot + column, scale, mask=is_column)
         code = codes_of(x * by_column, CHECKS, IS_E5M2, INTERPRETED)
         code = tl.reshape(tl.permute(code, (2, 0, 1)), (COLUMNS, ROWS))
         start = column_codes + (matrix * num_columns + first_column) * num_rows + first_row
         line, place = tl.arange(0, COLUMNS)[:, None], tl.arange(0, ROWS)[None, :]
-        mask = (first_column + line < num_columns) & (first_row + place < num_rows)
+        mask = (first_column + line < end_column) & (first_row + place < num_rows)
         tl.store(start + (line * num_rows + place), code, mask=mask)
+    if noted is not None:
+        note_amax(magnitude(x), noted)
