@@ -71,10 +71,7 @@ def _quantize(
     codes = cast(values, dtype, mode, given, ends, by_row=by_row or turns, by_column=by_column and not turns)
     if turns:
         codes = _turned(codes, by_row)
-    made = codes.row_scale, codes.column_scale
-    row_scale, column_scale = (lines if one is None else one for one, lines in zip(made, scales, strict=True))
-    rows = _line_up(codes.rows, row_scale, mode, is_one)
-    return Operand(rows, _line_up(codes.columns, column_scale, mode, is_one))
+    return line_up(codes, mode, scales, is_one=is_one)
 
 
 def _turned(codes: Codes, by_row: bool) -> Codes:
@@ -107,7 +104,22 @@ def _given_lines(
     return Given(rows=rows, columns=columns), (row_scale, column_scale)
 
 
-def _line_up(codes: torch.Tensor | None, scale: torch.Tensor | None, mode: Mode, is_one: bool) -> Quantized | None:
+def line_up(
+    codes: Codes,
+    mode: Mode,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    *,
+    is_one: bool = True,
+) -> Operand:
+    """What a kernel made of [m, R, C] as an operand, of [R, C] with `is_one`; `scales` of lines are given [m, R, 1]."""
+    made = codes.row_scale, codes.column_scale
+    row_scale, column_scale = (lines if one is None else one for one, lines in zip(made, scales, strict=True))
+    return Operand(
+        _quantized(codes.rows, row_scale, mode, is_one), _quantized(codes.columns, column_scale, mode, is_one)
+    )
+
+
+def _quantized(codes: torch.Tensor | None, scale: torch.Tensor | None, mode: Mode, is_one: bool) -> Quantized | None:
     """Codes [m, R, C] with their scales as `Quantized` holds them."""
     if codes is None:
         return None

@@ -322,9 +322,14 @@ def tile_place(tile, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.cons
 
 
 @triton_jit
-def note_amax(bits, noted):
-    """Raise the bits int32 [] at `noted` to the largest of bits [HIGH, LOW, COLUMNS]."""
-    largest = tl.max(tl.max(tl.max(bits, axis=2), axis=1), axis=0)
+def largest_of(bits):
+    """Largest int32 [] of bits [HIGH, LOW, COLUMNS]."""
+    return tl.max(tl.max(tl.max(bits, axis=2), axis=1), axis=0)
+
+
+@triton_jit
+def note_amax(largest, noted):
+    """Raise the bits int32 [] at `noted`."""
     if largest > tl.load(noted):  # spares most of the writes: the amax of a step only grows
         tl.atomic_max(noted, largest)
 
@@ -377,9 +382,10 @@ def cast_tile(
         by_column = by_row
         if tl.program_id(0) == 0:
             tl.store(row_scale + matrix, tl.div_rn(1.0, by_row))
+        if noted is not None:
+            note_amax(largest_of(magnitude(x)), noted)
     elif MODE == 3:
-        largest = tl.max(tl.max(tl.max(magnitude(x), axis=2), axis=1), axis=0)
-        by_row, scale = block_factor(largest, IS_E5M2)
+        by_row, scale = block_factor(largest_of(magnitude(x)), IS_E5M2)
         by_column = by_row
         tl.store(row_scale + (matrix * down + first_row // ROWS) * across + first_column // COLUMNS, scale)
     CHECKS: tl.constexpr = past is not None
@@ -413,5 +419,3 @@ def cast_tile(
         line, place = tl.arange(0, COLUMNS)[:, None], tl.arange(0, ROWS)[None, :]
         mask = (first_column + line < end_column) & (first_row + place < num_rows)
         tl.store(start + (line * num_rows + place), code, mask=mask)
-    if noted is not None:
-        note_amax(magnitude(x), noted)

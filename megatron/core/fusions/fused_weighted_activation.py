@@ -17,7 +17,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.core.fusions.fused_swiglu import fused_swiglu, has_swiglu_kernel
+from megatron.core.fusions.fused_swiglu import (
+    fused_swiglu,
+    has_swiglu_kernel,
+    kernel_swiglu,
+    kernel_swiglu_backward,
+)
 from megatron.core.utils.upcast import upcast, wide_dtype
 
 
@@ -35,10 +40,9 @@ def weighted_activation(
     is_swiglu = is_gated and activation is F.silu
     if is_swiglu and fuses and has_swiglu_kernel(x, None, probs):
         return fused_swiglu(x, None, probs)
-    if probs is None:
-        probs = x.new_ones(x.shape[0], dtype=wide_dtype(x.dtype))
     if is_swiglu:
-        return _WeightedSwiglu.apply(x, probs)
+        return _WeightedSwiglu.apply(x, _or_ones(probs, x))
+    probs = _or_ones(probs, x)
     wide = upcast(x)
     if is_gated:
         gate, up = wide.chunk(2, dim=-1)
@@ -48,22 +52,55 @@ def weighted_activation(
     return (inner * upcast(probs).unsqueeze(-1)).to(x.dtype)
 
 
+def weighted_swiglu(x: torch.Tensor, probs: torch.Tensor | None) -> torch.Tensor:
+    """Return silu(gate) * up * p without a graph for gradients: x [R, 2f], probs [R] or None for ones -> [R, f]."""
+    if has_swiglu_kernel(x, None, probs):
+        return kernel_swiglu(x, None, probs)
+    return _plain_swiglu(x, _or_ones(probs, x))
+
+
+def weighted_swiglu_backward(
+    grad: torch.Tensor, x: torch.Tensor, probs: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of x [R, 2f] and probs [R], None where there are none, for that of the result, grad [R, f]."""
+    if has_swiglu_kernel(x, None, probs):
+        return kernel_swiglu_backward(grad, x, None, probs)
+    grad_x, grad_probs = _plain_swiglu_backward(grad, x, _or_ones(probs, x))
+    return grad_x, None if probs is None else grad_probs
+
+
 class _WeightedSwiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, probs)
-        gate, up = upcast(x).chunk(2, dim=-1)
-        return F.silu(gate).mul_(up).mul_(upcast(probs).unsqueeze(-1)).to(x.dtype)
+        return _plain_swiglu(x, probs)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, probs = ctx.saved_tensors
-        gate, up = upcast(x).chunk(2, dim=-1)
-        weight, grad = upcast(probs).unsqueeze(-1), upcast(grad)
-        grad_x = torch.empty_like(x, dtype=gate.dtype)
-        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
-        activated, inner = F.silu(gate), grad * up
-        grad_probs = (inner * activated).sum(dim=-1).to(probs.dtype)
-        torch.mul(activated.mul_(weight), grad, out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(inner.mul_(weight), gate, grad_input=grad_gate)
-        return grad_x.to(x.dtype), grad_probs
+        return _plain_swiglu_backward(grad, *ctx.saved_tensors)
+
+
+def _plain_swiglu(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """Torch's operations: x [R, 2f], probs [R] -> [R, f]."""
+    gate, up = upcast(x).chunk(2, dim=-1)
+    return F.silu(gate).mul_(up).mul_(upcast(probs).unsqueeze(-1)).to(x.dtype)
+
+
+def _plain_swiglu_backward(
+    grad: torch.Tensor, x: torch.Tensor, probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x [R, 2f] and probs [R] for grad [R, f]."""
+    gate, up = upcast(x).chunk(2, dim=-1)
+    weight, grad = upcast(probs).unsqueeze(-1), upcast(grad)
+    grad_x = torch.empty_like(x, dtype=gate.dtype)
+    grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+    activated, inner = F.silu(gate), grad * up
+    grad_probs = (inner * activated).sum(dim=-1).to(probs.dtype)
+    torch.mul(activated.mul_(weight), grad, out=grad_up)
+    torch.ops.aten.silu_backward.grad_input(inner.mul_(weight), gate, grad_input=grad_gate)
+    return grad_x.to(x.dtype), grad_probs
+
+
+def _or_ones(probs: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """Probs [R], or ones for the rows of x [R, ...]."""
+    return x.new_ones(x.shape[0], dtype=wide_dtype(x.dtype)) if probs is None else probs
