@@ -14,6 +14,7 @@ from megatron.core.fp8.plain_operand import factor_from_history, plain_activatio
 from megatron.core.fp8.quantize import AmaxHistory
 from megatron.core.fp8.recipes import RECIPES, gradient_dtype
 from tests.common.fp8 import COUNTS, activation, ends_of, parts_of, same_bits, weights
+from tests.unit_tests.core.fp8 import test_swiglu as swiglu
 from tools.benchmark import fp8 as benchmark
 
 pytestmark = [
@@ -89,6 +90,23 @@ def test_a_large_matrix_has_the_bits_of_the_cpu(name, past):
     assert same_bits(parts_of(got), parts_of(want)) == []
     if history is not None:
         assert history.noted.cpu() == plain_amax(values, ends)
+
+
+LARGE = (640, 0, 384, 1024, 128, 2176)
+
+
+@pytest.mark.parametrize("has_probs", [True, False])
+@pytest.mark.parametrize("bad", [None, -math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("name", "past"), [("delayed", 0.0), ("delayed", 3.0), ("tensorwise", None), ("rowwise", None), ("blockwise", None)]
+)
+@pytest.mark.parametrize(("width", "counts"), [(128, COUNTS[0]), (768, LARGE)], ids=["small", "large"])
+def test_swiglu_in_codes_has_the_bits_of_two_steps(width, counts, name, past, bad, has_probs):
+    case = swiglu.Case(name, width, counts, bad, past, has_probs)
+    got, again, want = swiglu.in_one(case, "cuda"), swiglu.in_one(case, "cuda"), swiglu.apart(case, "cuda")
+    swiglu.assert_same(case, got, want)
+    if has_probs:
+        assert torch.equal(got[2].nan_to_num(), again[2].nan_to_num())
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -265,7 +283,7 @@ def test_benchmark_prints_the_speed():
     assert benchmark.main(["--what", "products", *FOLDER]) == 0
 
 
-@pytest.mark.parametrize("what", ["quantise", "casts"])
+@pytest.mark.parametrize("what", ["quantise", "casts", "swiglu"])
 def test_benchmark_times_quantisers(what):
     assert benchmark.main(["--what", what, *FOLDER]) == 0
 

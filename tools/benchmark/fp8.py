@@ -2,6 +2,7 @@
 
     python tools/benchmark/fp8.py --what quantise     bytes read and written per second, and the share of a copy's
     python tools/benchmark/fp8.py --what casts        the same for cuts of the kernel that casts
+    python tools/benchmark/fp8.py --what swiglu       the same for SwiGLU and its gradient as codes, beside two steps
     python tools/benchmark/fp8.py --what products     forward, dgrad, wgrad per recipe and format, fast and precise
     python tools/benchmark/fp8.py --what sweep        cuts of our kernels
 
@@ -30,6 +31,8 @@ from megatron.core.fp8.quantize import AmaxHistory
 from megatron.core.fp8.recipes import RECIPES, Scaling
 from megatron.core.fusions.fp8_grouped_gemm import Cut, ScaledCodes, grouped_rows_product, grouped_wgrad_product
 from megatron.core.fusions.fp8_quantize import CastCut, Given, Mode, cast
+from megatron.core.fusions.fp8_swiglu import swiglu_codes, swiglu_gradient_codes
+from megatron.core.fusions.fused_swiglu import kernel_swiglu, kernel_swiglu_backward
 from tools.benchmark.grouped_gemm import SHAPES, Shape, group_sizes, operands, runs, time_in_turn
 from tools.benchmark.result import ROOT, write_result
 
@@ -40,14 +43,44 @@ RECIPES_TIMED = ("tensorwise", "rowwise", "blockwise")
 QUANTISED_SIZES = ((131072, 2048), (131072, 1536), (16384, 4096), (16384, 28672))
 LAUNCHES = 5
 """of a quantiser in one timed graph"""
-CAST_CUTS = (
-    CastCut(),
-    CastCut(band=1),
-    CastCut(band=64),
-    CastCut(num_warps=4, max_registers=None),
+MATRIX_CUTS = (
     CastCut(high=16, num_warps=4),
+    CastCut(high=16, num_warps=4, band=16),
+    CastCut(high=16, columns=64, num_warps=4),
+    CastCut(high=16, num_warps=8),
     CastCut(columns=64, num_warps=4),
+    CastCut(high=8, num_warps=4),
 )
+CAST_CUTS = {
+    Mode.MATRIX: MATRIX_CUTS,
+    Mode.LINES: MATRIX_CUTS,
+    Mode.STRIPS: (
+        CastCut(),
+        CastCut(max_registers=80),
+        CastCut(num_warps=16),
+        CastCut(num_warps=16, max_registers=64),
+        CastCut(num_warps=16, max_registers=40),
+        CastCut(high=16, low=8),
+    ),
+}
+SWIGLU_CUTS = {
+    Mode.MATRIX: (
+        CastCut(high=16),
+        CastCut(high=16, band=16),
+        CastCut(high=16, num_warps=4),
+        CastCut(high=16, columns=64, num_warps=4),
+        CastCut(high=16, columns=64, num_warps=4, max_registers=None),
+        CastCut(columns=64),
+    ),
+    Mode.STRIPS: (
+        CastCut(num_warps=16),
+        CastCut(num_warps=16, max_registers=64),
+        CastCut(max_registers=None),
+        CastCut(),
+    ),
+}
+SWIGLU_SIZE = (131072, 768)
+"""Rows and inner width: slice A."""
 ONE_GPU = Shape("A fc1 one GPU", 131072, 2048, 1536, 128)
 """Slice A with all its experts on one GPU: half as many rows for each."""
 SWEEP_SHAPES = ("A fc1", "A fc2", "B fc1", "C fc1")
@@ -184,6 +217,11 @@ def matrix(rows: int, columns: int) -> torch.Tensor:
     return torch.randn(rows, columns, generator=generator, device="cuda").to(torch.bfloat16)
 
 
+def ends_of(rows: int) -> torch.Tensor:
+    """Row ends int32 [8] of experts that have as many rows each."""
+    return torch.arange(1, 9, device="cuda", dtype=torch.int32) * (rows // 8)
+
+
 def history() -> AmaxHistory:
     """What a delayed recipe knows after some steps."""
     return AmaxHistory(torch.full((), 4.0, device="cuda"), torch.zeros((), device="cuda"))
@@ -199,7 +237,7 @@ def time_quantisers() -> dict[str, Any]:
     for rows, columns in QUANTISED_SIZES:
         values = matrix(rows, columns)
         copy, count = torch.empty_like(values), values.numel()
-        ends = torch.arange(1, 9, device="cuda", dtype=torch.int32) * (rows // 8)
+        ends = ends_of(rows)
         calls: dict[str, Callable[[], Any]] = {"copy": partial(copy.copy_, values)}
         moved: dict[str, float] = {"copy": 4 * count}
         for name, spec in RECIPES.items():
@@ -220,16 +258,15 @@ def time_casts() -> dict[str, Any]:
     for rows, columns in QUANTISED_SIZES[1:2]:
         values = matrix(rows, columns)
         copy, count, known = torch.empty_like(values), values.numel(), history()
-        amax = torch.zeros(1, dtype=torch.int32, device="cuda")
-        given = {Mode.MATRIX: Given(amax, known.past, known.noted), Mode.STRIPS: Given()}
+        amax, ends = torch.zeros(1, dtype=torch.int32, device="cuda"), ends_of(rows)
+        lines = Given(rows=torch.ones(1, rows, device="cuda"), columns=torch.ones(len(ends), columns, device="cuda"))
+        given = {Mode.MATRIX: Given(amax, known.past, known.noted), Mode.LINES: lines, Mode.STRIPS: Given()}
         calls: dict[str, Callable[[], Any]] = {"copy": partial(copy.copy_, values)}
         moved: dict[str, float] = {"copy": 4 * count}
         for mode, known_of_mode in given.items():
-            for cut in CAST_CUTS:
-                if mode is Mode.STRIPS and (cut.columns, cut.high * cut.low) != (128, 128):
-                    continue
+            for cut in CAST_CUTS[mode]:
                 name = f"{mode.name} {cut}"
-                call = partial(cast, values.unsqueeze(0), E4M3, mode, known_of_mode, cut=cut)
+                call = partial(cast, values.unsqueeze(0), E4M3, mode, known_of_mode, ends, cut=cut)
                 if runs(name, call):
                     calls[name], moved[name] = call, 4 * count
         found = time_replayed(calls, moved, f"{rows}x{columns}")
@@ -237,7 +274,37 @@ def time_casts() -> dict[str, Any]:
     return results
 
 
-QUANTISERS = {"quantise": time_quantisers, "casts": time_casts}
+def time_swiglu() -> dict[str, Any]:
+    """{size: {direction mode cut: ...}}: SwiGLU and its gradient as codes with every cut, and as two steps."""
+    rows, width = SWIGLU_SIZE
+    x, grad, probs = matrix(rows, 2 * width), matrix(rows, width), torch.rand(rows, device="cuda")
+    ends = ends_of(rows)
+    calls: dict[str, Callable[[], Any]] = {"copy": partial(torch.empty_like(x).copy_, x)}
+    moved: dict[str, float] = {"copy": 4 * x.numel()}
+    for mode, recipe in ((Mode.MATRIX, RECIPES["delayed"]), (Mode.STRIPS, RECIPES["blockwise"])):
+        known = history() if recipe.uses_history else None
+        given = Given() if known is None else Given(past=known.past, noted=known.noted)
+        forward, backward = partial(swiglu_codes, x, probs), partial(swiglu_gradient_codes, (grad, x, probs))
+        found: dict[str, Callable[[], Any]] = {
+            "forward two steps": lambda recipe=recipe, known=known: quantize_activation(
+                kernel_swiglu(x, None, probs), recipe, E4M3, ends, known
+            ),
+            "backward two steps": lambda recipe=recipe, known=known: quantize_activation(
+                kernel_swiglu_backward(grad, x, None, probs)[0], recipe, E4M3, ends, known
+            ),
+        }
+        for cut in SWIGLU_CUTS[mode]:
+            found[f"forward {cut}"] = partial(forward, E4M3, mode, given, ends, cut=cut)
+            found[f"backward {cut}"] = partial(backward, E4M3, mode, given, ends, cut=cut)
+        for name, call in found.items():
+            if runs(name, call):
+                title = f"{mode.name} {name}"
+                calls[title], moved[title] = call, (6 if name.startswith("forward") else 10) * grad.numel()
+    timed = time_replayed(calls, moved, f"{rows}x{width}")
+    return {f"{rows}x{width}": dict(sorted(timed.items(), key=lambda item: (item[0][:12], item[1]["ms"])))}
+
+
+QUANTISERS = {"quantise": time_quantisers, "casts": time_casts, "swiglu": time_swiglu}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,8 +19,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
+import torch.nn.functional as F
 
 from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.fp8.experts import Fp8GroupedWeights, fp8_swiglu_experts
 from megatron.core.fp8.layer_state import build_fp8_state, expert_row_multiple
 from megatron.core.fp8.linear import fp8_grouped_linear
 from megatron.core.fp8.padding import RowPadding, plan_padding
@@ -106,6 +108,12 @@ class GroupedLinear(MegatronModule):
             return fp8_grouped_linear(rows, self.weights, ends, self.fp8, fuses_wgrad)
         return grouped_linear(rows, self.weights, tokens_per_expert, host_counts, fuses_wgrad)
 
+    def fp8_part(self) -> Fp8GroupedWeights | None:
+        """What a step takes that runs both products; None without FP8 throughout."""
+        if self.fp8 is None or not self.fp8.setup.quantizes_wgrad:
+            return None
+        return Fp8GroupedWeights(self.weights, self.fp8, self.config.gradient_accumulation_fusion)
+
 
 class GroupedMLP(ExpertNumbering, MegatronModule):
     """All experts of this rank at once."""
@@ -179,7 +187,8 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
         """Run every row through its expert: rows [R, h], tokens_per_expert int [n], probs [R] -> [R, h].
 
         Host:   no wait if the grouped kernel runs or the counts are given on the host, else one.
-        Memory: keeps the rows, the result of fc1, the weighted activation and the probabilities for backward.
+        Memory: keeps the rows, the result of fc1, the weighted activation and the probabilities for backward; in FP8
+                codes in place of the rows and the activation.
         """
         rows, probs = permuted_local_hidden_states, permuted_probs
         padding = self._padding(tokens_per_expert, rows)
@@ -191,6 +200,11 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
         if self.config.moe_apply_probs_on_input:
             rows, inner_probs = (rows * probs.unsqueeze(-1)).to(rows.dtype), None
         experts = expert_of_row(tokens_per_expert.to(rows.device), rows.shape[0]) if self.linear_fc1.has_bias else None
+        fp8_parts = self._fp8_parts()
+        if fp8_parts is not None:
+            ends = tokens_per_expert.to(rows.device).cumsum(0, dtype=torch.int32)
+            output = fp8_swiglu_experts(rows, inner_probs, ends, *fp8_parts)
+            return (output if padding is None else padding.unpad(output)), None
         inner = self.linear_fc1(rows, tokens_per_expert, host_tokens_per_expert)
         if experts is not None:
             inner = (inner + gather_bias(self.linear_fc1.biases, experts)).to(inner.dtype)
@@ -200,6 +214,17 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
         if experts is not None:
             output = add_weighted_bias(output, gather_bias(self.linear_fc2.biases, experts), inner_probs)
         return (output if padding is None else padding.unpad(output)), None
+
+    def _fp8_parts(self) -> tuple[Fp8GroupedWeights, Fp8GroupedWeights] | None:
+        """The two products, if they and SwiGLU between them run as one step: in FP8, ours, with no bias in between."""
+        config = self.config
+        parts = [
+            linear.fp8_part() for linear in (self.linear_fc1, self.linear_fc2) if isinstance(linear, GroupedLinear)
+        ]
+        has_swiglu = config.gated_linear_unit and config.activation_func is F.silu and config.bias_swiglu_fusion
+        if not has_swiglu or self.linear_fc1.has_bias or len(parts) < 2 or parts[0] is None or parts[1] is None:
+            return None
+        return parts[0], parts[1]
 
     @property
     def saves_rows(self) -> bool:

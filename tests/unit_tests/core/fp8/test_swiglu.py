@@ -11,8 +11,10 @@ from megatron.core.fp8.kernel_operand import kernel_activation
 from megatron.core.fp8.quantize import AmaxHistory
 from megatron.core.fp8.recipes import RECIPES
 from megatron.core.fusions import fp8_swiglu
+from megatron.core.fusions.fp8_swiglu import BACKWARD_CUTS, FORWARD_CUTS, _backward_kernel, _forward_kernel
 from megatron.core.fusions.fused_swiglu import kernel_swiglu, kernel_swiglu_backward
-from tests.common.fp8 import COUNTS, UNEVEN, activation, ends_of, parts_of, same_bits
+from tests.common.compiled import compiled_for_hopper
+from tests.common.fp8 import activation, ends_of, parts_of, same_bits
 from tests.common.mutants import replaced
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -24,65 +26,94 @@ class Case:
 
     recipe: str
     width: int
-    counts: tuple[int, ...] = COUNTS[0]
+    counts: tuple[int, ...] = (16, 0, 48)
     bad: float | None = None
     past: float | None = None
     has_probs: bool = True
     dtype: torch.dtype = torch.bfloat16
 
+    def operands(self, device="cpu"):
+        """dy [R, f], x [R, 2f], probs [R], row ends; the rows behind the last expert's are NaN."""
+        x = activation(self.counts, torch.float32, columns=2 * self.width, bad=self.bad)
+        x = x.clamp(-64, 64).to(device, self.dtype)
+        grad = activation(self.counts, torch.float32, columns=self.width).flip(1).to(device, self.dtype)
+        probs = torch.linspace(-1, 2, len(x), device=device) if self.has_probs else None
+        return grad, x, probs, ends_of(self.counts, device)
 
-def operands(case):
-    """dy [R, f], x [R, 2f], probs [R], row ends; the rows behind the last expert's are NaN."""
-    x = activation(case.counts, torch.float32, columns=2 * case.width, bad=case.bad).clamp(-64, 64).to(case.dtype)
-    grad = activation(case.counts, torch.float32, columns=case.width).flip(1).to(case.dtype)
-    probs = torch.linspace(-1, 2, len(x)) if case.has_probs else None
-    return grad, x, probs, ends_of(case.counts)
+    def histories(self, device="cpu"):
+        """What is known of y and of d x."""
+        if self.past is None:
+            return None, None
+        past = torch.tensor(self.past, device=device)
+        return tuple(AmaxHistory(past, torch.zeros((), device=device), margin=1) for _ in range(2))
+
+    def __str__(self):
+        return f"{self.recipe}-{self.width}-past {self.past}-bad {self.bad}"
 
 
-def history_of(case):
-    return None if case.past is None else AmaxHistory(torch.tensor(case.past), torch.zeros(()), margin=1)
-
-
-def fused_job(case):
+def in_one(case, device="cpu"):
     """Codes of y and d x, d p, and the amaxes noted."""
-    (grad, x, probs, ends), histories = operands(case), (history_of(case), history_of(case))
-    recipe = RECIPES[case.recipe]
-    with replaced(fp8_swiglu, "has_quantize_kernels", lambda values: True), replaced(fp8_swiglu, "_KERNEL_BYTES", 2):
-        y = swiglu.quantize_swiglu(x, probs, recipe, E4M3, ends, histories[0])
-        grad_x, grad_probs = swiglu.quantize_swiglu_gradient(grad, x, probs, recipe, E5M2, ends, histories[1])
+    (grad, x, probs, ends), histories, recipe = case.operands(device), case.histories(device), RECIPES[case.recipe]
+    y = swiglu.quantize_swiglu(x, probs, recipe, E4M3, ends, histories[0])
+    grad_x, grad_probs = swiglu.quantize_swiglu_gradient(grad, x, probs, recipe, E5M2, ends, histories[1])
     return parts_of(y), parts_of(grad_x), grad_probs, [one and one.noted for one in histories]
 
 
-def apart_job(case):
+def apart(case, device="cpu"):
     """The same from kernels of their own."""
-    (grad, x, probs, ends), histories = operands(case), (history_of(case), history_of(case))
-    recipe = RECIPES[case.recipe]
+    (grad, x, probs, ends), histories, recipe = case.operands(device), case.histories(device), RECIPES[case.recipe]
     y = kernel_activation(kernel_swiglu(x, None, probs), recipe, E4M3, ends, histories[0])
     grad_x, grad_probs = kernel_swiglu_backward(grad, x, None, probs)
     grad_x = kernel_activation(grad_x, recipe, E5M2, ends, histories[1])
     return parts_of(y), parts_of(grad_x), grad_probs, [one and one.noted for one in histories]
 
 
+def assert_same(case, got, want):
+    """Equal bits but for d p, which is summed in another order."""
+    for codes, wanted in zip(got[:2], want[:2], strict=True):
+        assert same_bits(codes, wanted) == []
+    if case.past is not None:
+        torch.testing.assert_close(got[3], want[3], rtol=0, atol=0, equal_nan=True)
+    if case.has_probs:
+        end = sum(case.counts)
+        torch.testing.assert_close(got[2][:end], want[2][:end], rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def both_job(case):
+    with replaced(fp8_swiglu, "has_quantize_kernels", lambda values: True):
+        return in_one(case), apart(case)
+
+
 CASES = [
-    Case("tensorwise", 48),
-    Case("tensorwise", 144, bad=math.inf),
-    Case("delayed", 144, counts=UNEVEN, past=0.0),
-    Case("delayed", 144, past=3.0, has_probs=False),
-    Case("delayed", 48, past=3.0, bad=math.nan),
-    Case("delayed", 48, past=1e-3, bad=-math.inf, dtype=torch.float16),
-    Case("blockwise", 128),
-    Case("blockwise", 256, bad=math.nan, has_probs=False),
+    Case("tensorwise", 24),
+    Case("tensorwise", 136, bad=math.inf),
+    Case("delayed", 24, past=0.0),
+    Case("delayed", 136, past=3.0, has_probs=False),
+    Case("delayed", 24, past=3.0, bad=math.nan),
+    Case("delayed", 24, past=1e-3, bad=-math.inf, dtype=torch.float16),
+    Case("blockwise", 128, (128, 0), bad=math.nan),
+    Case("blockwise", 128, (128, 0), has_probs=False),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.recipe} {case.width} past {case.past} bad {case.bad}")
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_codes_in_one_have_the_bits_of_two_steps(interpreted, case):
-    y, grad_x, grad_probs, noted = interpreted(fused_job, case)
-    want_y, want_grad_x, want_grad_probs, want_noted = interpreted(apart_job, case)
-    assert same_bits(y, want_y) == []
-    assert same_bits(grad_x, want_grad_x) == []
-    if case.past is not None:
-        torch.testing.assert_close(torch.stack(noted), torch.stack(want_noted), rtol=0, atol=0, equal_nan=True)
-    if case.has_probs:
-        rows = slice(0, sum(case.counts))
-        torch.testing.assert_close(grad_probs[rows], want_grad_probs[rows], rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert_same(case, *interpreted(both_job, case))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kernel", "cuts"),
+    [(_forward_kernel, FORWARD_CUTS), (_backward_kernel, BACKWARD_CUTS)],
+    ids=["forward", "backward"],
+)
+def test_kernels_compile_for_hopper_and_move_16_bytes_at_a_time(kernel, cuts):
+    for mode, cut in cuts.items():
+        constants = {"BY_COLUMN": True, "SHRINK": 1.0, "IS_E5M2": False, "INTERPRETED": False, "BAND": cut.band}
+        constants |= {"MODE": int(mode), "HIGH": cut.high, "LOW": cut.low, "COLUMNS": cut.columns}
+        constants |= dict.fromkeys(("amax", "past", "noted")) if mode else {"column_scale": None}
+        types = dict.fromkeys(("probs", "parts", "row_scale", "column_scale", "past"), "*fp32")
+        types |= dict.fromkeys(("row_codes", "column_codes"), "*u8") | dict.fromkeys(("amax", "noted", "ends"), "*i32")
+        ptx = compiled_for_hopper(kernel, constants, types)
+        assert "ld.global.v4" in ptx
+        assert "st.global.v4" in ptx

@@ -5,11 +5,16 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from megatron.core.errors import ConfigError
+from megatron.core.fp8.experts import fp8_swiglu_experts
 from megatron.core.fp8.recipes import RECIPES
+from megatron.core.transformer.moe import grouped_mlp
+from megatron.core.transformer.moe.grouped_mlp import GroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from tests.common.moe_layers import ep_groups, moe_config, normal
+from tests.common.mutants import replaced
 
 SIZES = {"hidden_size": 32, "moe_ffn_hidden_size": 48, "num_moe_experts": 4, "moe_router_topk": 2}
 
@@ -21,7 +26,7 @@ def seed_of(name):
 
 
 def results(recipe, **fields):
-    """Output, input gradient and weight gradients of one layer on one rank."""
+    """Output, input gradient, weight gradients and amaxes of one layer on one rank."""
     config = moe_config(**SIZES, params_dtype=torch.float32, fp8="hybrid", fp8_recipe=recipe, **fields)
     layer = MoELayer(config)
     with torch.no_grad():
@@ -31,7 +36,8 @@ def results(recipe, **fields):
     output, _ = layer(hidden)
     output.backward(normal(9, 2, 32, seed=2).float())
     grads = {name: param.grad for name, param in layer.named_parameters()}
-    return {"output": output, "hidden": hidden.grad, **grads}
+    amaxes = {name: buffer for name, buffer in layer.named_buffers() if "amax" in name}
+    return {"output": output, "hidden": hidden.grad, **grads, **amaxes}
 
 
 @pytest.mark.parametrize("dispatcher", [{"moe_token_dispatcher_type": "flex"}, {"moe_permute_fusion": True}], ids=str)
@@ -47,6 +53,33 @@ def test_rows_padded_by_the_dispatch_equal_rows_padded_by_the_experts(recipe, di
 def test_output_of_grouped_experts_equals_that_of_experts_in_sequence(recipe):
     grouped, single = (results(recipe, moe_grouped_gemm=is_grouped) for is_grouped in (True, False))
     torch.testing.assert_close(grouped["hidden"], single["hidden"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_both_products_and_swiglu_as_one_step_have_the_bits_of_three(recipe):
+    calls = []
+    with replaced(grouped_mlp, "fp8_swiglu_experts", lambda *args: calls.append(1) or fp8_swiglu_experts(*args)):
+        as_one = results(recipe, moe_grouped_gemm=True)
+        with replaced(GroupedMLP, "_fp8_parts", lambda self: None):
+            as_three = results(recipe, moe_grouped_gemm=True)
+    assert [name for name, want in as_three.items() if not torch.equal(as_one[name], want)] == []
+    assert calls == [1]
+
+
+def test_step_as_one_is_for_swiglu_in_codes_alone():
+    def parts(**fields):
+        config = moe_config(**SIZES, bf16=True, moe_grouped_gemm=True, fp8="hybrid", **fields)
+        return MoELayer(config).experts._fp8_parts()
+
+    assert parts() is not None
+    for fields in (
+        {"fp8_wgrad": False},
+        {"bias_swiglu_fusion": False},
+        {"activation_func": F.gelu},
+        {"gated_linear_unit": False},
+        {"add_bias_linear": True},
+    ):
+        assert parts(**fields) is None, fields
 
 
 def wired_job(dtype, is_grouped):
