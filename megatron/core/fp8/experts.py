@@ -98,14 +98,16 @@ class _Fp8SwigluExperts(torch.autograd.Function):
         grad_inner = grouped_matmul(outputs.by_row, fc2, ends, x.dtype)
         weight_grads: list[torch.Tensor | None] = [None] * len(needed)
         if needs_wgrad:
-            product = Fp8GroupedWgrad(outputs.by_column, inputs[1], ends, x.dtype)
-            weight_grads[ctx.num_experts :] = ctx.sinks[1].take(product)
+            weight_grads[ctx.num_experts :] = ctx.sinks[1].take(
+                Fp8GroupedWgrad(outputs.by_column, inputs[1], ends, x.dtype)
+            )
         middle, grad_probs = quantize_swiglu_gradient(
             grad_inner, x, probs, recipe, dtype, ends, first, by_column=needs_wgrad
         )
         del outputs, grad_inner
         grad_rows = grouped_matmul(middle.by_row, fc1, ends, x.dtype) if ctx.needs_input_grad[3] else None
         if needs_wgrad:
-            product = Fp8GroupedWgrad(middle.by_column, inputs[0], ends, x.dtype)
-            weight_grads[: ctx.num_experts] = ctx.sinks[0].take(product)
+            weight_grads[: ctx.num_experts] = ctx.sinks[0].take(
+                Fp8GroupedWgrad(middle.by_column, inputs[0], ends, x.dtype)
+            )
         return None, None, None, grad_rows, grad_probs, None, *weight_grads

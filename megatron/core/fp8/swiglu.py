@@ -34,7 +34,8 @@ def quantize_swiglu(
     """
     mode = ACTIVATION_MODES[recipe.scaling]
     if has_swiglu_codes(x, mode):
-        codes = swiglu_codes(x, probs, dtype, mode, _given(history), ends, by_column=by_column)
+        weights = None if probs is None else probs.contiguous()
+        codes = swiglu_codes(x, weights, dtype, mode, _given(history), ends, by_column=by_column)
         return line_up(codes, mode)
     return quantize_activation(weighted_swiglu(x, probs), recipe, dtype, ends, history, by_column=by_column)
 
@@ -55,7 +56,7 @@ def quantize_swiglu_gradient(
     """
     mode = ACTIVATION_MODES[recipe.scaling]
     if has_swiglu_codes(x, mode):
-        operands = grad.contiguous(), x, probs
+        operands = grad.contiguous(), x, None if probs is None else probs.contiguous()
         codes, grad_probs = swiglu_gradient_codes(operands, dtype, mode, _given(history), ends, by_column=by_column)
         return line_up(codes, mode), grad_probs
     grad_x, grad_probs = weighted_swiglu_backward(grad, x, probs)
