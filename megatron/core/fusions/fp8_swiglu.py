@@ -15,7 +15,6 @@ Legend: R rows, f inner width, E experts whose rows end at `ends`.
 """
 
 # ruff: noqa: ANN001, ANN202 (a compiled kernel takes no annotations but tl.constexpr)
-import dataclasses
 from typing import Any
 
 import torch
@@ -37,15 +36,20 @@ from megatron.core.fusions.fp8_quantize import (
     note_amax,
     tile_place,
 )
-from megatron.core.fusions.fused_swiglu import swiglu, swiglu_gradients
-from megatron.core.fusions.triton_casts import is_interpreted, narrow
+from megatron.core.fusions.fp8_swiglu_tiles import (
+    backward_amax_kernel,
+    forward_amax_kernel,
+    gradient_tile,
+    product_tile,
+    with_amax,
+)
+from megatron.core.fusions.triton_casts import is_interpreted
 from megatron.core.optional_deps import tl, triton_jit
 
 FORWARD_CUTS = {Mode.MATRIX: CastCut(high=16, num_warps=8), Mode.STRIPS: CastCut(num_warps=16)}
 BACKWARD_CUTS = {Mode.MATRIX: CastCut(high=16, num_warps=8), Mode.STRIPS: CastCut(num_warps=16)}
 """Mode -> cut, from `tools/benchmark/fp8.py --what swiglu`. Strips fix the tile: 128 x 128."""
 
-_AMAX_CUT, _AMAX_PROGRAMS = CastCut(high=16, columns=64, num_warps=4), 1024
 _KERNEL_BYTES = 2
 """of an element. Of fp32 codes by column are put in wrong places, see `kernel_operand`."""
 
@@ -73,7 +77,7 @@ def swiglu_codes(
     Of `given` the history counts; the amax is found here. Host: no synchronisation. Graph: capturable.
     """
     num_rows, width = x.shape[0], x.shape[1] // 2
-    given = _with_amax(given, mode, _forward_amax_kernel, (x, probs), ends, (num_rows, width))
+    given = with_amax(given, mode, forward_amax_kernel, (x, probs), ends, (num_rows, width))
     raw = new_codes(torch.Size((1, num_rows, width)), x.device, mode, by_row=True, by_column=by_column)
     cut = cut or FORWARD_CUTS[mode]
     _declare("fp8 swiglu", (x, probs), given, ends, raw)
@@ -105,7 +109,7 @@ def swiglu_gradient_codes(
     """
     grad, x, probs = operands
     num_rows, width = grad.shape
-    given = _with_amax(given, mode, _backward_amax_kernel, operands, ends, (num_rows, width))
+    given = with_amax(given, mode, backward_amax_kernel, operands, ends, (num_rows, width))
     raw = new_codes(torch.Size((1, num_rows, 2 * width)), x.device, mode, by_row=True, by_column=by_column)
     cut = cut or BACKWARD_CUTS[mode]
     parts = None
@@ -123,42 +127,6 @@ def swiglu_gradient_codes(
     )
     grad_probs = None if parts is None or probs is None else parts.sum(0).to(probs.dtype)
     return finished_codes(raw, dtype, mode), grad_probs
-
-
-def _with_amax(
-    given: Given,
-    mode: Mode,
-    kernel: Any,
-    operands: tuple[torch.Tensor | None, ...],
-    ends: torch.Tensor,
-    shape: tuple[int, int],
-) -> Given:
-    """Add the amax that scales of matrices take where a history has none: bits int32 [1], 0 if it is not needed.
-
-    `operands` [R, ...] are those of `kernel`, `shape` is [R, f].
-    """
-    if mode is not Mode.MATRIX:
-        return given
-    found = torch.zeros(1, dtype=torch.int32, device=ends.device)
-    streams.declare("fp8 swiglu amax", (*operands, ends, given.past, found), (found,))
-    tiles = _grid(*shape, _AMAX_CUT)[0]
-    num_programs = min(tiles, _AMAX_PROGRAMS)
-    kernel[(num_programs,)](
-        *operands,
-        found,
-        given.past,
-        ends,
-        *shape,
-        ends.numel(),
-        tiles,
-        NUM_PROGRAMS=num_programs,
-        HIGH=_AMAX_CUT.high,
-        LOW=_AMAX_CUT.low,
-        COLUMNS=_AMAX_CUT.columns,
-        INTERPRETED=is_interpreted(),
-        num_warps=_AMAX_CUT.num_warps,
-    )
-    return dataclasses.replace(given, amax=found)
 
 
 def _grid(num_rows: int, width: int, cut: CastCut) -> tuple[int]:
@@ -200,149 +168,6 @@ def _options(mode: Mode, given: Given, dtype: torch.dtype, by_column: bool, cut:
         "num_warps": cut.num_warps,
         "maxnreg": cut.max_registers,
     }
-
-
-@triton_jit
-def _tile(
-    values,
-    first_row,
-    first_column,
-    last,
-    width,
-    stride,
-    HIGH: tl.constexpr,
-    LOW: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Values [R, width] of a tile in fp32 [HIGH, LOW, COLUMNS]; zeros from row `last` on."""
-    row = tl.arange(0, HIGH)[:, None, None] * LOW + tl.arange(0, LOW)[None, :, None]
-    column = tl.arange(0, COLUMNS)[None, None, :]
-    mask = (first_row + row < last) & (first_column + column < width)
-    start = values + first_row.to(tl.int64) * stride + first_column
-    return tl.load(start + (row * stride + column), mask=mask, other=0.0).to(tl.float32)
-
-
-@triton_jit
-def _weights(probs, first_row, last, HIGH: tl.constexpr, LOW: tl.constexpr):
-    """Weights of rows in fp32 [HIGH, LOW, 1]; zeros from row `last` on."""
-    row = first_row + tl.arange(0, HIGH * LOW)
-    return tl.reshape(tl.load(probs + row, mask=row < last, other=0.0).to(tl.float32), (HIGH, LOW, 1))
-
-
-@triton_jit
-def _product_tile(
-    x,
-    probs,
-    first_row,
-    first_column,
-    last,
-    width,
-    HIGH: tl.constexpr,
-    LOW: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """A tile of y, rounded, in fp32 [HIGH, LOW, COLUMNS]."""
-    gate = _tile(x, first_row, first_column, last, width, 2 * width, HIGH, LOW, COLUMNS)
-    up = _tile(x + width, first_row, first_column, last, width, 2 * width, HIGH, LOW, COLUMNS)
-    y = swiglu(gate, up)
-    if probs is not None:
-        y *= _weights(probs, first_row, last, HIGH, LOW)
-    return narrow(y, x.dtype.element_ty, INTERPRETED).to(tl.float32)
-
-
-@triton_jit
-def _gradient_tile(
-    grad,
-    x,
-    probs,
-    first_row,
-    first_column,
-    last,
-    width,
-    HIGH: tl.constexpr,
-    LOW: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Tiles of d gate and d up, rounded, and the terms of d p, in fp32 [HIGH, LOW, COLUMNS]."""
-    gate = _tile(x, first_row, first_column, last, width, 2 * width, HIGH, LOW, COLUMNS)
-    up = _tile(x + width, first_row, first_column, last, width, 2 * width, HIGH, LOW, COLUMNS)
-    dy = _tile(grad, first_row, first_column, last, width, width, HIGH, LOW, COLUMNS)
-    weighted = dy
-    if probs is not None:
-        weighted = dy * _weights(probs, first_row, last, HIGH, LOW)
-    grad_gate, grad_up, activated = swiglu_gradients(gate, up, weighted)
-    grad_gate = narrow(grad_gate, x.dtype.element_ty, INTERPRETED).to(tl.float32)
-    grad_up = narrow(grad_up, x.dtype.element_ty, INTERPRETED).to(tl.float32)
-    return grad_gate, grad_up, dy * activated * up
-
-
-@triton_jit
-def _forward_amax_kernel(
-    x,
-    probs,
-    found,
-    past,
-    ends,
-    num_rows,
-    width,
-    num_experts,
-    num_tiles,
-    NUM_PROGRAMS: tl.constexpr,
-    HIGH: tl.constexpr,
-    LOW: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Every NUM_PROGRAMS-th tile of y, if no amax is known."""
-    is_needed = True
-    if past is not None:
-        is_needed = not tl.load(past) > 0.0
-    if is_needed:
-        last = last_row(ends, num_rows, num_experts)
-        largest = tl.zeros((HIGH, LOW, COLUMNS), dtype=tl.int32)
-        for tile in tl.range(tl.program_id(0), num_tiles, NUM_PROGRAMS):
-            row_tile, column_tile = tile_place(tile, num_rows, width, HIGH * LOW, COLUMNS, 1)
-            first_row, first_column = row_tile * (HIGH * LOW), column_tile * COLUMNS
-            y = _product_tile(x, probs, first_row, first_column, last, width, HIGH, LOW, COLUMNS, INTERPRETED)
-            largest = tl.maximum(largest, magnitude(y))
-        note_amax(largest_of(largest), found)
-
-
-@triton_jit
-def _backward_amax_kernel(
-    grad,
-    x,
-    probs,
-    found,
-    past,
-    ends,
-    num_rows,
-    width,
-    num_experts,
-    num_tiles,
-    NUM_PROGRAMS: tl.constexpr,
-    HIGH: tl.constexpr,
-    LOW: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Every NUM_PROGRAMS-th tile of d gate and d up, if no amax is known."""
-    is_needed = True
-    if past is not None:
-        is_needed = not tl.load(past) > 0.0
-    if is_needed:
-        last = last_row(ends, num_rows, num_experts)
-        largest = tl.zeros((HIGH, LOW, COLUMNS), dtype=tl.int32)
-        for tile in tl.range(tl.program_id(0), num_tiles, NUM_PROGRAMS):
-            row_tile, column_tile = tile_place(tile, num_rows, width, HIGH * LOW, COLUMNS, 1)
-            first_row, first_column = row_tile * (HIGH * LOW), column_tile * COLUMNS
-            grad_gate, grad_up, _ = _gradient_tile(
-                grad, x, probs, first_row, first_column, last, width, HIGH, LOW, COLUMNS, INTERPRETED
-            )
-            largest = tl.maximum(largest, tl.maximum(magnitude(grad_gate), magnitude(grad_up)))
-        note_amax(largest_of(largest), found)
 
 
 @triton_jit
@@ -432,7 +257,7 @@ def _forward_kernel(
     row_tile, column_tile = tile_place(tl.program_id(0), num_rows, width, HIGH * LOW, COLUMNS, BAND)
     first_row, first_column = row_tile * (HIGH * LOW), column_tile * COLUMNS
     last = last_row(ends, num_rows, num_experts)
-    y = _product_tile(x, probs, first_row, first_column, last, width, HIGH, LOW, COLUMNS, INTERPRETED)
+    y = product_tile(x, probs, first_row, first_column, last, width, HIGH, LOW, COLUMNS, INTERPRETED)
     _cast(
         y,
         first_row,
@@ -489,7 +314,7 @@ def _backward_kernel(
     row_tile, column_tile = tile_place(tl.program_id(0), num_rows, width, HIGH * LOW, COLUMNS, BAND)
     first_row, first_column = row_tile * (HIGH * LOW), column_tile * COLUMNS
     last = last_row(ends, num_rows, num_experts)
-    grad_gate, grad_up, terms = _gradient_tile(
+    grad_gate, grad_up, terms = gradient_tile(
         grad, x, probs, first_row, first_column, last, width, HIGH, LOW, COLUMNS, INTERPRETED
     )
     if parts is not None:

@@ -99,20 +99,26 @@ class GroupedLinear(MegatronModule):
         return self
 
     def forward(
-        self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, host_counts: list[int] | None = None
-    ) -> torch.Tensor:
-        """Multiply each group of rows by its expert's matrix, no bias: [R, in], int [n] -> [R, out]."""
+        self,
+        rows: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        host_counts: list[int] | None = None,
+        *,
+        is_lent: bool = False,
+    ) -> torch.Tensor | Fp8GroupedWeights:
+        """Multiply each group of rows by its expert's matrix, no bias: [R, in], int [n] -> [R, out].
+
+        With `is_lent` the FP8 weights are returned, for a step that runs several products at once: it comes through
+        here so that whoever waits for a forward, to complete the parameters first, is asked.
+        """
         fuses_wgrad = self.config.gradient_accumulation_fusion
+        if is_lent:
+            assert self.fp8 is not None, "weights lent without FP8"
+            return Fp8GroupedWeights(self.weights, self.fp8, fuses_wgrad)
         if self.fp8 is not None:
             ends = tokens_per_expert.to(rows.device).cumsum(0, dtype=torch.int32)
             return fp8_grouped_linear(rows, self.weights, ends, self.fp8, fuses_wgrad)
         return grouped_linear(rows, self.weights, tokens_per_expert, host_counts, fuses_wgrad)
-
-    def fp8_part(self) -> Fp8GroupedWeights | None:
-        """What a step takes that runs both products; None without FP8 throughout."""
-        if self.fp8 is None or not self.fp8.setup.quantizes_wgrad:
-            return None
-        return Fp8GroupedWeights(self.weights, self.fp8, self.config.gradient_accumulation_fusion)
 
 
 class GroupedMLP(ExpertNumbering, MegatronModule):
@@ -200,10 +206,10 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
         if self.config.moe_apply_probs_on_input:
             rows, inner_probs = (rows * probs.unsqueeze(-1)).to(rows.dtype), None
         experts = expert_of_row(tokens_per_expert.to(rows.device), rows.shape[0]) if self.linear_fc1.has_bias else None
-        fp8_parts = self._fp8_parts()
-        if fp8_parts is not None:
+        if self._is_one_fp8_step:
             ends = tokens_per_expert.to(rows.device).cumsum(0, dtype=torch.int32)
-            output = fp8_swiglu_experts(rows, inner_probs, ends, *fp8_parts)
+            fc1, fc2 = (linear(rows, tokens_per_expert, is_lent=True) for linear in (self.linear_fc1, self.linear_fc2))
+            output = fp8_swiglu_experts(rows, inner_probs, ends, fc1, fc2)
             return (output if padding is None else padding.unpad(output)), None
         inner = self.linear_fc1(rows, tokens_per_expert, host_tokens_per_expert)
         if experts is not None:
@@ -215,16 +221,13 @@ class GroupedMLP(ExpertNumbering, MegatronModule):
             output = add_weighted_bias(output, gather_bias(self.linear_fc2.biases, experts), inner_probs)
         return (output if padding is None else padding.unpad(output)), None
 
-    def _fp8_parts(self) -> tuple[Fp8GroupedWeights, Fp8GroupedWeights] | None:
-        """The two products, if they and SwiGLU between them run as one step: in FP8, ours, with no bias in between."""
-        config = self.config
-        parts = [
-            linear.fp8_part() for linear in (self.linear_fc1, self.linear_fc2) if isinstance(linear, GroupedLinear)
-        ]
+    @property
+    def _is_one_fp8_step(self) -> bool:
+        """True if the two products and SwiGLU between them run as one step: FP8 throughout, ours, no bias between."""
+        config, linear = self.config, self.linear_fc1
         has_swiglu = config.gated_linear_unit and config.activation_func is F.silu and config.bias_swiglu_fusion
-        if not has_swiglu or self.linear_fc1.has_bias or len(parts) < 2 or parts[0] is None or parts[1] is None:
-            return None
-        return parts[0], parts[1]
+        is_ours = isinstance(linear, GroupedLinear) and isinstance(self.linear_fc2, GroupedLinear)
+        return is_ours and has_swiglu and not linear.has_bias and linear.fp8 is not None and not linear.saves_rows
 
     @property
     def saves_rows(self) -> bool:

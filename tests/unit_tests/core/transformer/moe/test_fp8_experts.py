@@ -60,18 +60,18 @@ def test_both_products_and_swiglu_as_one_step_have_the_bits_of_three(recipe):
     calls = []
     with replaced(grouped_mlp, "fp8_swiglu_experts", lambda *args: calls.append(1) or fp8_swiglu_experts(*args)):
         as_one = results(recipe, moe_grouped_gemm=True)
-        with replaced(GroupedMLP, "_fp8_parts", lambda self: None):
+        with replaced(GroupedMLP, "_is_one_fp8_step", False):
             as_three = results(recipe, moe_grouped_gemm=True)
     assert [name for name, want in as_three.items() if not torch.equal(as_one[name], want)] == []
     assert calls == [1]
 
 
 def test_step_as_one_is_for_swiglu_in_codes_alone():
-    def parts(**fields):
+    def is_one(**fields):
         config = moe_config(**SIZES, bf16=True, moe_grouped_gemm=True, fp8="hybrid", **fields)
-        return MoELayer(config).experts._fp8_parts()
+        return MoELayer(config).experts._is_one_fp8_step
 
-    assert parts() is not None
+    assert is_one()
     for fields in (
         {"fp8_wgrad": False},
         {"bias_swiglu_fusion": False},
@@ -79,7 +79,7 @@ def test_step_as_one_is_for_swiglu_in_codes_alone():
         {"gated_linear_unit": False},
         {"add_bias_linear": True},
     ):
-        assert parts(**fields) is None, fields
+        assert not is_one(**fields), fields
 
 
 def wired_job(dtype, is_grouped):
