@@ -10,8 +10,6 @@ from typing import Any
 from megatron.core import env
 from megatron.core.configs.base import ConfigTopic, Violation, violation
 from megatron.core.configs.compat import judge as judge_rules
-from megatron.core.configs.flag_spec import flag_specs
-from megatron.core.configs.fp8 import Fp8Config
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator, build_batch_size_law
@@ -23,10 +21,10 @@ from megatron.core.utils.device import uses_gpu
 from megatron.training.argument_factory import GivenArguments
 from megatron.training.check_rules import TRAINING_RULES
 from megatron.training.flag_table import FEATURES, STATES, Feature
+from megatron.training.idle_flags import idle_notices
 
 REPEATABLE_NCCL = ("Ring", "CollnetDirect", "CollnetChain", "^NVLS")
 REPEATABLE_CUBLAS = (":4096:8", ":16:8")
-FP8_SETTINGS = {spec.dest for spec in flag_specs(Fp8Config) if spec.dest != "fp8"}
 GPU_KERNELS = ("moe_permute_fusion", "moe_router_fusion", "cross_entropy_loss_fusion")
 """Switches of kernels whose plain form serves a CPU."""
 SURPRISES = {
@@ -285,16 +283,7 @@ def allow_expandable_segments() -> list[str]:
 
 def add_notices(args: argparse.Namespace, given: GivenArguments) -> None:
     """Lines about given flags that cannot act in this combination, and about defaults that surprise."""
-    if not args.num_experts:
-        idle = [flag for dest, flag in given.spellings.items() if dest.startswith("moe_")]
-        _idle(given, idle, "the model has no experts")
-    if args.position_embedding_type != "rope":
-        rotary = ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor")
-        idle = [given.spellings[name] for name in rotary if name in given.spellings]
-        _idle(given, idle, f"positions are {args.position_embedding_type}")
-    if given.spellings.get("sequence_parallel") and not args.sequence_parallel:
-        _idle(given, ["--sequence-parallel"], "there is no tensor parallelism")
-    _add_idle_settings(args, given)
+    given.notices.extend(idle_notices(args, given))
     if args.num_experts and (args.moe_router_force_load_balancing or args.moe_router_force_biased is not None):
         given.notices.append("forced routing is for benchmarks: the model does not learn to route")
     kept = [f"{name}={value}" for name, value in SURPRISES.items() if name not in given.spellings]
@@ -302,19 +291,3 @@ def add_notices(args: argparse.Namespace, given: GivenArguments) -> None:
         kept = [text for text in kept if not text.startswith("moe_")]
     if kept:
         given.notices.append(f"defaults that surprise: {', '.join(kept)}; set them to silence this line")
-
-
-def _add_idle_settings(args: argparse.Namespace, given: GivenArguments) -> None:
-    """Settings of FP8 and of graphs in a run that has neither."""
-    if args.fp8 is None:
-        idle = [flag for dest, flag in given.spellings.items() if dest in FP8_SETTINGS]
-        _idle(given, idle, "no --fp8-format is given")
-    if args.cuda_graph_impl == "none" and "cuda_graph_warmup_steps" in given.spellings:
-        _idle(given, [given.spellings["cuda_graph_warmup_steps"]], "no step is captured")
-
-
-def _idle(given: GivenArguments, flags: list[str], reason: str) -> None:
-    table = {flag for feature in FEATURES for spec in feature.flags for flag in spec.spellings}
-    idle = [flag for flag in dict.fromkeys(flags) if flag not in table]
-    if idle:
-        given.notices.append(f"{' '.join(idle)}: accepted, no effect here: {reason}")
