@@ -11,6 +11,13 @@ where it was recorded. nan fails always, on either side.
 | mem-...-bytes            | 0.05 relative                     | 0.05 relative                                    |
 | iteration-time (seconds) | median of the middle steps within 0.05 of the golden's                              |
 | end of a curve           | equal to five decimals            | mean of the last 20 steps within 1e-2            |
+
+Why losses of routers stray further: a balancing loss is E * sum_e (c_e / T k) * P_e, where c_e counts choices. Two
+experts of one token whose scores tie up to rounding are a jump: on another processor the other one is chosen, c_e
+changes by one, and the loss by E * (P_a - P_b) / T k. With the 256 or 512 choices of these cases and probabilities a
+tenth apart that is some 2e-3 for each such token; a few of them in one step are within 1e-2, and a router that
+balances otherwise is not. The z-loss has no choice in it, but those of the layers before. The loss of the model
+averages over all tokens; it has the narrow bounds, and judges the run.
 """
 
 from __future__ import annotations
