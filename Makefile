@@ -74,7 +74,7 @@ install-ci: $(VENV)/.installed-ci
 
 # ---------------------------------------------------------------------------------------------------------- commands
 quickstart: install
-	PATH="$(abspath $(VENV))/bin:$$PATH" bash examples/tiny_moe.sh
+	PYTHON="$(abspath $(VENV))/bin/python" bash examples/tiny_moe.sh
 
 test: install-test
 	$(PYTEST) $(PARALLEL) -m 'not full and not gpu' $(ARGS)

@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TEXT=examples/data/kjv_genesis_ruth.txt
 OUT=${OUT:-runs/tiny_moe}
-PYTHON=${PYTHON:-$(command -v python || command -v python3)}
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || command -v python || command -v python3)}
 ENTRY=${ENTRY:-pretrain_gpt.py}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
