@@ -1,6 +1,7 @@
 """Kernels that order rows by expert, on a GPU: the bits of the plain form at all sizes, and bandwidth beside a copy."""
 
 import dataclasses
+import statistics
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from megatron.core.fusions.fused_row_layout import (
 )
 from megatron.core.transformer.moe.dispatchers.hybridep.engine import EngineSetup, shared_engine
 from tests.common.dispatch_cases import DispatchCase, assert_same, expected_ranks, lossless_budget, run_engine
+from tools.benchmark.timing import time_replays
 
 pytestmark = [
     pytest.mark.gpu,
@@ -162,22 +164,9 @@ def test_collective_engine_is_the_loop_bit_for_bit(case):
         assert_same(run_engine(engine, sized, 0, "cuda"), expected_ranks(sized)[0], str(sized))
 
 
-def microseconds(function, calls=10, repeats=9):
+def microseconds(function):
     """Median time of a call on the device: calls are replayed in a graph, so that no launch is waited for."""
-    function()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            function()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / calls)
-    return sorted(times)[repeats // 2]
+    return statistics.median(time_replays({"": function}, num_calls=10, repeats=9)[""])
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,9 @@ from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem import PACKED_B
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_group import LocalSymmetricGroup
 from megatron.core.transformer.moe.dispatchers.hybridep.symm_mem_launch import Launch, Tiling
 from tools.benchmark.result import ROOT, write_result
+from tools.benchmark.timing import nothing, time_replays
 
-CALLS_PER_GRAPH, WARM_UPS, REPEATS = 4, 2, 11
+CALLS_PER_GRAPH, REPEATS = 4, 11
 COPY_BYTES = (1 << 26, 1 << 28, 1 << 30)
 BUDGET_FACTOR = 1.3
 DISPATCH, COMBINE = "dispatch", "combine"
@@ -89,29 +90,9 @@ def route(shape: Shape, routing: str, rank: int) -> tuple[torch.Tensor, torch.Te
     return ids.int(), torch.rand(ids.shape, generator=generator, device="cuda")
 
 
-def time_in_turn(calls: dict[str, Callable[[], Any]], fence: Callable[[], None] = lambda: None) -> dict[str, list]:
+def time_calls(calls: dict[str, Callable[[], Any]], fence: Callable[[], None] = nothing) -> dict[str, list[float]]:
     """Microseconds of each call, from replays of graphs with several calls in each, variants interleaved."""
-    graphs = {}
-    for name, call in calls.items():
-        call()
-        torch.cuda.synchronize()
-        fence()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for _ in range(CALLS_PER_GRAPH):
-                call()
-    times: dict[str, list] = {name: [] for name in calls}
-    for repeat in range(WARM_UPS + REPEATS):
-        for name, graph in graphs.items():
-            fence()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if repeat >= WARM_UPS:
-                times[name].append(start.elapsed_time(end) * 1000 / CALLS_PER_GRAPH)
-    return times
+    return time_replays(calls, CALLS_PER_GRAPH, REPEATS, fence)
 
 
 class LocalPair:
@@ -220,7 +201,7 @@ def copy_bandwidths(copies: Copies) -> dict[str, float]:
     """GB/s, read and written, of copies of some sizes."""
     found = {}
     for size in COPY_BYTES:
-        times = time_in_turn(copies.calls(2 * size))
+        times = time_calls(copies.calls(2 * size))
         found[f"{size >> 20} MiB"] = 2 * size / min(map(statistics.median, times.values())) / 1000
     return found
 
@@ -249,7 +230,7 @@ def measure_kernels(shape: Shape, routing: str, num_sms: int | None, copies: Cop
     calls["prepare"] = lambda: pair.engine.prepare(Exchange(expert_ids=pair.exchange.expert_ids))
     for num_bytes in moved.values():
         calls |= copies.calls(num_bytes)
-    times = time_in_turn(calls)
+    times = time_calls(calls)
     return judge(times, moved) | {"prepare": {"us": statistics.median(times["prepare"]), "times_us": times["prepare"]}}
 
 
@@ -263,7 +244,7 @@ def sweep_kernels(shape: Shape, copies: Copies, kernels: list[str]) -> dict[str,
                 continue
             num_bytes = source.moved_bytes()[name]
             calls = {f"{name} {option}": source.sweep(name, option) for option in options}
-            found |= judge(time_in_turn(calls | copies.calls(num_bytes)), dict.fromkeys(calls, num_bytes))
+            found |= judge(time_calls(calls | copies.calls(num_bytes)), dict.fromkeys(calls, num_bytes))
     return {name: {key: figures[key] for key in figures if key != "times_us"} for name, figures in found.items()}
 
 
@@ -337,7 +318,7 @@ def measure_ranks(shape: Shape, routing: str, num_sms: int | None) -> dict[str, 
         f"nccl {DISPATCH}": lambda: nccl.dispatch(hidden),
         f"nccl {COMBINE}": lambda: nccl.combine(nccl_rows),
     }
-    times = time_in_turn(calls, dist.barrier)
+    times = time_calls(calls, dist.barrier)
     dropped = int(kept.dropped_rows.item()) if kept.dropped_rows is not None else 0
     found: dict[str, Any] = {name: {"us": statistics.median(t), "times_us": t} for name, t in times.items()}
     return found | {"dropped_rows": dropped}

@@ -32,7 +32,7 @@ from megatron.core.fusions.fused_qkv_heads import HeadNorms, kernel_heads, kerne
 from megatron.core.fusions.fused_rope import RotaryTables, apply_rotary, kernel_rotary
 from megatron.core.fusions.fused_swiglu import kernel_swiglu, kernel_swiglu_backward
 from megatron.core.fusions.fused_weighted_activation import weighted_activation
-from tools.benchmark.dispatch import time_in_turn
+from tools.benchmark.dispatch import time_calls
 from tools.benchmark.result import ROOT, write_result
 
 Call = Callable[[], Any]
@@ -187,7 +187,7 @@ def sweep(case: str) -> dict[str, Any]:
             for values in settings.get(name, []):
                 with setting(module, values):
                     label = ", ".join(f"{key.lower()} {value}" for key, value in values.items())
-                    times[label] = statistics.median(time_in_turn({label: kernel})[label])
+                    times[label] = statistics.median(time_calls({label: kernel})[label])
             found[name] = dict(sorted(times.items(), key=lambda item: item[1]))
     return found
 
@@ -200,7 +200,7 @@ def measure(case: str) -> dict[str, Any]:
         target = torch.empty_like(source)
         calls = {"kernel": kernel, "copy": lambda s=source, t=target: t.copy_(s), "plain": plain}
         with torch.no_grad():
-            times = time_in_turn(calls)
+            times = time_calls(calls)
         medians = {key: statistics.median(values) for key, values in times.items()}
         found[name] = {
             "bytes": moved,

@@ -33,8 +33,9 @@ from megatron.core.fusions.fp8_grouped_gemm import Cut, ScaledCodes, grouped_row
 from megatron.core.fusions.fp8_quantize import CastCut, Given, Mode, cast
 from megatron.core.fusions.fp8_swiglu import swiglu_codes, swiglu_gradient_codes
 from megatron.core.fusions.fused_swiglu import kernel_swiglu, kernel_swiglu_backward
-from tools.benchmark.grouped_gemm import SHAPES, Shape, group_sizes, operands, runs, time_in_turn
+from tools.benchmark.grouped_gemm import SHAPES, Shape, group_sizes, operands, runs, sleep, time_in_turn
 from tools.benchmark.result import ROOT, write_result
+from tools.benchmark.timing import time_replays
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {"e4m3": E4M3, "hybrid": E5M2}
@@ -187,23 +188,12 @@ def time_sweep(kind: str, shapes: list[str], recipes: list[str]) -> dict[str, An
     return results
 
 
-def replayed(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """A graph of `LAUNCHES` calls, which the host's speed does not slow down."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(LAUNCHES):
-            call()
-    return graph
-
-
 def time_replayed(calls: dict[str, Callable[[], Any]], moved: dict[str, float], title: str) -> dict[str, Any]:
     """{call: {ms, bytes, gb_per_s, of_copy}}; the call "copy" is the measure."""
-    graphs = {name: replayed(call) for name, call in calls.items()}
     found: dict[str, Any] = {}
-    for name, times in time_in_turn({name: graph.replay for name, graph in graphs.items()}, repeats=10).items():
-        median = statistics.median(times) / LAUNCHES
+    for name, replays in time_replays(calls, LAUNCHES, repeats=10, fence=sleep).items():
+        times = [us / 1000 for us in replays]
+        median = statistics.median(times)
         speed = moved[name] / median / 1e6
         found[name] = {"ms": median, "bytes": moved[name], "gb_per_s": speed, "times_ms": times}
         found[name]["of_copy"] = speed / found["copy"]["gb_per_s"]

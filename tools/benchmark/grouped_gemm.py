@@ -24,11 +24,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.core.fusions.grouped_wgrad import LARGE, SMALL, config_for, describe, grouped_wgrad
+from tools.benchmark import timing
 from tools.benchmark.result import ROOT, write_result
 
-WARM_UPS, REPEATS = 3, 20
+REPEATS = 20
 SLEEP_CYCLES = 500_000
-"""The GPU sleeps before each timed call, so that the host's launch is not timed: a captured step has none."""
 
 
 @dataclass(frozen=True)
@@ -106,20 +106,14 @@ def variants(x: dict[str, torch.Tensor]) -> dict[str, Callable[[], Any]]:
     }
 
 
+def sleep() -> None:
+    """Let the GPU sleep, so that the launch of what is timed costs nothing, as in a captured step."""
+    torch.cuda._sleep(SLEEP_CYCLES)
+
+
 def time_in_turn(calls: dict[str, Callable[[], Any]], repeats: int = REPEATS) -> dict[str, list[float]]:
-    """Milliseconds of every call, variants interleaved."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for round_number in range(WARM_UPS + repeats):
-        for name, call in calls.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(SLEEP_CYCLES)
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            if round_number >= WARM_UPS:
-                times[name].append(start.elapsed_time(end))
-    return times
+    """Milliseconds of every call behind a sleep, variants interleaved."""
+    return timing.time_in_turn(calls, repeats, sleep)
 
 
 def measure(shape: Shape, kind: str, is_sweep: bool) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.moe.router import TopKRouter
 from tools.benchmark.result import ROOT, write_result
+from tools.benchmark.timing import time_replays
 
 TOKENS, SAMPLES, VOCABULARY, EXPERTS, WIDTH = 16384, 4, 38016, 128, 2048
 COPY_BYTES = 1 << 30
@@ -40,7 +41,7 @@ OTHER_TILES = ((2048, 4), (4096, 8), (8192, 8))
 """Columns and warps of the loss kernels that a sweep tries beside the chosen ones."""
 NORM_CONSTANTS = {"MAX_PROGRAMS": (264, 396, 528, 660, 1056), "STAGES": (1, 2, 3, 4), "WARP_ELEMENTS": (256, 512)}
 """What the sweep tries for the kernel of the norm's gradient."""
-CALLS_PER_GRAPH, WARM_UPS, REPEATS = 3, 2, 7
+CALLS_PER_GRAPH, REPEATS = 3, 7
 
 
 @dataclass(frozen=True)
@@ -55,21 +56,7 @@ class Row:
 
 def microseconds(call: Callable[[], Any]) -> list[float]:
     """Times of one call, from replays of a graph that holds several."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS_PER_GRAPH):
-            call()
-    times = []
-    for _ in range(WARM_UPS + REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / CALLS_PER_GRAPH)
-    return times[WARM_UPS:]
+    return time_replays({"": call}, CALLS_PER_GRAPH, REPEATS)[""]
 
 
 def loss_rows(is_swept: bool) -> Iterator[Row]:
