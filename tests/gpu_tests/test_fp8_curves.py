@@ -1,4 +1,4 @@
-"""200 steps on the shipped text in each FP8 recipe natively: they end where bf16 ends.
+"""200 steps on the shipped text in each FP8 recipe natively: they end where bf16 ends, and where they end on a CPU.
 
 The flags are those of the curves on a CPU (tests/functional_tests/curves.py); from the fourth step on each step is a
 replay of one graph. The curves go to $OUT or the evidence.
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.functional_tests.cases import command_words, prepare_corpus
-from tests.functional_tests.curves import CURVES, IN_FP8, LEARNED, ends_like
-from tests.functional_tests.golden import collect, end_of
+from tests.functional_tests.curves import CURVES, IN_FP8, LEARNED, ends_like, recorded_curve
+from tests.functional_tests.golden import collect, compare_ends, end_of
 from tools.benchmark.result import ROOT, write_result
 
 pytestmark = [
@@ -40,8 +40,14 @@ def curve(start, tmp_path_factory):
     return losses
 
 
+@pytest.mark.parametrize("name", CURVES)
+def test_native_curve_ends_where_the_one_of_a_cpu_does(curve, name):
+    print(f"{name}: {end_of(curve(name)):.4f}, on a CPU {end_of(recorded_curve(name)):.4f}")
+    assert end_of(curve(name)) < LEARNED
+    assert compare_ends({"lm loss": recorded_curve(name)}, {"lm loss": curve(name)}) == []
+
+
 @pytest.mark.parametrize("name", IN_FP8)
 def test_native_curve_ends_within_one_percent_of_bf16(curve, name):
-    assert end_of(curve("bf16")) < LEARNED
     assert ends_like(curve(name), curve("bf16"))
     assert curve(name) != curve("bf16")
