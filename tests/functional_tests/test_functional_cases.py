@@ -1,6 +1,6 @@
 """Every case of this folder is launched through torchrun and compared with its golden values.
 
-Long curves are left to tests of their own, which run each of them once for all that is compared.
+Long curves are left to test_fp8_curves.py, which runs each of them once for all that is compared.
 """
 
 import pytest
