@@ -15,6 +15,13 @@ TINY = (
 
 
 @pytest.fixture
+def no_launcher(monkeypatch):
+    """No launcher has started this process."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
 def fresh_program():
     """The test finds no program running, and leaves none."""
     from tests.common.training_runs import fresh_program

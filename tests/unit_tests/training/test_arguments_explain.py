@@ -6,16 +6,11 @@ import pytest
 
 from megatron.training.arguments import parse_args
 
+pytestmark = pytest.mark.usefixtures("no_launcher")
 TINY = (
     "--num-layers 4 --hidden-size 96 --num-attention-heads 6 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 2 --train-iters 5 --lr 1e-3 --mock-data --tokenizer-type ByteTokenizer --explain-config "
 )
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def explain(line, capsys):

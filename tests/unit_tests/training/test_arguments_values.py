@@ -7,17 +7,12 @@ import pytest
 from megatron.core.errors import ConfigError
 from megatron.training import arguments
 
+pytestmark = pytest.mark.usefixtures("no_launcher")
 TINY = (
     "--num-layers 2 --hidden-size 24 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 "
     "--micro-batch-size 2 --train-iters 5 --lr 1e-3 --mock-data --tokenizer-type ByteTokenizer --device cpu"
 )
 MOE = TINY + " --num-experts 8 --moe-token-dispatcher-type alltoall"
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def problems(line):

@@ -117,10 +117,8 @@ CASES = [
 
 
 @pytest.fixture
-def told(monkeypatch, caplog):
+def told(no_launcher, caplog):
     """The words in front of each reason that a command line is told about."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
 
     def parse(line):
         caplog.clear()
