@@ -12,7 +12,7 @@ import torch
 from megatron.core import graph_state
 from megatron.core.full_iteration_graph import FullIterationGraph
 from megatron.training.callbacks.base import Callback
-from tests.common.captured_runs import DROP_PAD, DROPOUT, GRAPH, MODEL, Disturbances, assert_equal_runs
+from tests.common.captured_runs import DROP_PAD, DROPOUT, GRAPH, MODEL, Disturbances, SwitchOn, assert_equal_runs
 from tests.common.mutants import replaced
 from tests.common.snapshot import diff, snapshot
 from tests.functional_tests.cases import run_python, torchrun_words
@@ -24,11 +24,24 @@ pytestmark = [
 ]
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 
-FORMS = {"drop-pad": DROP_PAD, "dropless": "", "dropless-budget": "--moe-expert-rank-capacity-factor 1.2 "}
+FORMS = {
+    "drop-pad": (DROP_PAD, ""),
+    "dropless": ("", ""),
+    "dropless-budget": ("", "--moe-expert-rank-capacity-factor 1.2 "),
+    "hybridep": (
+        "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-engine symm_mem ",
+        "--moe-expert-rank-capacity-factor 1.2 ",
+    ),
+}
+"""Name -> flags of both runs, flags of the captured one."""
+WAYS = {"plain": [], "overlap": [SwitchOn(False)], "delayed": [SwitchOn(True)]}
+CASES = [(form, "plain") for form in FORMS]
+CASES += [(form, way) for form in ("drop-pad", "hybridep") for way in ("overlap", "delayed")]
 NUM_STEPS = 110  # 3 eager, 107 replays
 HUNDRED = f"--train-iters {NUM_STEPS} --log-interval 10 --eval-interval 25 --save-interval 40 "
 EAGER_LOGS: dict[str, str] = {}
 """Logs of eager runs by their flags; several tests compare with one run."""
+OVERLAPPED = ("pairs overlapped", "wgrads deferred")
 EXIT_LIMIT_S = 60.0
 
 
@@ -57,16 +70,18 @@ class CaptureWatch(Callback):
 
 
 @pytest.mark.parametrize("dropout", DROPOUT)
-@pytest.mark.parametrize("form", FORMS)
-def test_hundred_replays_equal_hundred_eager_steps(start, tmp_path, form, dropout):
-    eager = DROPOUT[dropout] + HUNDRED + ("" if form == "dropless-budget" else FORMS[form])
+@pytest.mark.parametrize(("form", "way"), CASES)
+def test_hundred_replays_equal_hundred_eager_steps(start, tmp_path, form, way, dropout):
+    common, captured_only = FORMS[form]
+    eager = DROPOUT[dropout] + HUNDRED + common
     if eager not in EAGER_LOGS:
         EAGER_LOGS[eager] = start(eager + f"--save {tmp_path / 'eager'}", [Disturbances()])[1]
-    flags = DROPOUT[dropout] + HUNDRED + FORMS[form]
     watch = CaptureWatch()
     with replaced(FullIterationGraph, "capture", watch.watched(FullIterationGraph.capture)):
-        run, graph_log = start(flags + f"--save {tmp_path / 'graph'} " + GRAPH, [Disturbances(), watch])
-    print({name: run.counters[name] for name in ("graph captures", "graph replays", "re-runs")})
+        flags = f"{eager}{captured_only}--save {tmp_path / 'graph'} {GRAPH}"
+        run, graph_log = start(flags, [Disturbances(), watch, *WAYS[way]])
+    print({name: run.counters[name] for name in ("graph captures", "graph replays", "re-runs", *OVERLAPPED)})
+    assert [run.counters[name] > 0 for name in OVERLAPPED] == [way != "plain", way == "delayed"]
     assert_equal_runs(EAGER_LOGS[eager], graph_log, NUM_STEPS // 10 + 1)
     assert run.counters["graph captures"] == 2
     assert run.counters["graph replays"] >= 100
@@ -156,9 +171,9 @@ def launch(flags, num_processes=2):
 @pytest.mark.parametrize("form", ["drop-pad", "dropless-budget"])
 def test_two_gpus_replay_what_they_do_eagerly(form):
     flags = EP2 + DROPOUT["0.1"] + "--train-iters 53 --eval-interval 20 "
-    eager = "" if form == "dropless-budget" else FORMS[form]
-    eager_log, _ = launch(flags + eager)
-    graph_log, seconds = launch(flags + FORMS[form].replace("1.2", "1.6") + GRAPH)
+    common, captured_only = FORMS[form]
+    eager_log, _ = launch(flags + common)
+    graph_log, seconds = launch(f"{flags}{common}{captured_only.replace('1.2', '1.6')}{GRAPH}")
     print(
         f"{form}: {seconds:.0f} s;", [line for line in graph_log.splitlines() if "counters" in line or "rows:" in line]
     )

@@ -27,6 +27,7 @@ TIGHT = "--moe-expert-rank-capacity-factor 0.6 --moe-rank-capacity-tiers 2.0 "
 PP2 = "--expert-model-parallel-size 1 --pipeline-model-parallel-size 2 "
 VPP2 = f"{PP2}--num-virtual-stages-per-pipeline-rank 2 --num-layers 4 --moe-layer-freq ([1]+[0]+[1]+[1]) "
 STAGES_PROGRAM = "tests/common/stage_progress.py "
+SKEWED_PROGRAM = "tests/common/skewed_steps.py "
 EXIT_LIMIT_S = 40.0
 
 
@@ -48,6 +49,15 @@ def test_expert_ranks_replay_their_exchanges(tmp_path):
     captured = [BUDGET, TIGHT, BUDGET + DELAYED]
     counters = compare([line, *(line + GRAPH + flags for flags in captured)], NUM_STEPS, tmp_path, 110)
     assert [int(found["re-runs"]) > 0 for found in counters[1:]] == [False, True, False]
+
+
+def test_chosen_steps_overflow_and_the_graph_survives(tmp_path):
+    """All tokens go to one rank in two steps; the state afterwards, expert bias included, is that of eager steps."""
+    router = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --lr 1e-3 "
+    line = f"{SKEWED_PROGRAM}5,7 {MODEL}{EXACT}{DISPATCHERS['alltoall']}{router}{LENGTH}{NUM_STEPS} "
+    _, found = compare([line, f"{line}{GRAPH}--moe-expert-rank-capacity-factor 1.9 "], NUM_STEPS, tmp_path, 60)
+    assert (int(found["row overflows"]), int(found["re-runs"])) == (2, 2)
+    assert (int(found["graph captures"]), int(found["graph replays"])) == (1, 6)
 
 
 @pytest.mark.parametrize("stages", [PP2, VPP2], ids=["pp2", "vpp2"])

@@ -15,9 +15,8 @@ import torch
 from megatron.core import streams
 from megatron.core.pipeline_parallel.overlap.meter import OverlapMeter
 from megatron.core.streams import Role
-from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.hidden_share import HiddenShare
-from tests.common.captured_runs import DROPOUT, GRAPH, MODEL, Disturbances
+from tests.common.captured_runs import DROPOUT, GRAPH, MODEL, Disturbances, SwitchOn
 from tools.profile_overlap import SYMMETRIC_KERNELS, StageRanges, main, read_spans, report
 from tools.run_metrics import parse_state_hashes
 
@@ -42,18 +41,6 @@ def _fresh_streams():
     yield
     torch.cuda.synchronize()
     streams.reset()
-
-
-class SwitchOn(Callback):
-    """Lets a run of one rank overlap."""
-
-    def __init__(self, delays_wgrad: bool) -> None:
-        self.delays_wgrad = delays_wgrad
-
-    def on_train_start(self, run):
-        for chunk in run.model:
-            chunk.config.overlap_moe_expert_parallel_comm = True
-            chunk.config.delay_wgrad_compute = self.delays_wgrad
 
 
 # What is known: one sleeping kernel in each stage, beside each other or one after the other.

@@ -103,8 +103,10 @@ def test_variable_that_breaks_a_capture_is_refused_by_its_name(monkeypatch, name
     assert name not in problems("")
 
 
-def blockers(**fields):
+def blockers(needs_host_counts=False, **fields):
     layer = MoELayer(moe_config(**fields), layer_number=1, pg_collection=ProcessGroupCollection())
+    if needs_host_counts:  # as the grouped layers of Transformer Engine do
+        layer.experts.linear_fc1.needs_host_counts = True
     return [
         line
         for module in layer.modules()
@@ -130,8 +132,12 @@ BF16 = {"bf16": True, "moe_grouped_gemm": True}
             {**BF16, "moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1},
             "'sinkhorn': the host reads after every round .*use --moe-router-load-balancing-type aux_loss",
         ),
+        (
+            {**BF16, "needs_host_counts": True},
+            "transformer_impl='transformer_engine': its experts need their row counts .*--transformer-impl local",
+        ),
     ],
-    ids=["exact-sizes", "sequence", "fp32", "sinkhorn"],
+    ids=["exact-sizes", "sequence", "fp32", "sinkhorn", "engine"],
 )
 def test_module_that_cannot_be_captured_says_why(fields, text):
     (found,) = blockers(**fields)

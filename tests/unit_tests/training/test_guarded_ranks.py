@@ -14,6 +14,7 @@ from megatron.training.callbacks.base import Callback
 from megatron.training.guarded_steps import GuardedSteps, build_guarded_steps
 from megatron.training.state_hash import state_hash
 from tests.common.mutants import replaced
+from tests.common.skewed_steps import SkewedSteps
 from tests.common.stream_runs import TINY_MOE, train
 
 STEPS = (
@@ -41,25 +42,25 @@ class Figures(Callback):
         self.steps.append((state_hash(run.model, run.optimizer), result.losses, result.grad_norm))
 
 
-def run_job(flags, is_captured):
-    """Body of a rank: figures of all steps, counters, graphs that are left."""
+def run_job(flags, is_captured, skewed=()):
+    """Body of a rank: figures of all steps, counters, graphs that are left; in `skewed` steps one rank gets all."""
     figures = Figures()
 
     def build(run):
         return GuardedSteps(run, CheckedRecording) if is_captured else build_guarded_steps(run)
 
     with replaced(training, "build_guarded_steps", build):
-        run = train([*TINY_MOE, *STEPS.split(), *flags.split()], [figures])
+        run = train([*TINY_MOE, *STEPS.split(), *flags.split()], [SkewedSteps(skewed), figures])
     return figures.steps, dict(run.counters), graph_state.num_graphs()
 
 
-def compare(pool, common, captured_only="", world_size=2):
+def compare(pool, common, captured_only="", world_size=2, skewed=(), num_steps=4):
     """Run eagerly and captured; returns the counters of the captured run."""
-    eager = pool.run(run_job, common, False, world_size=world_size)
-    captured = pool.run(run_job, f"{common} {captured_only}", True, world_size=world_size)
+    eager = pool.run(run_job, common, False, skewed, world_size=world_size)
+    captured = pool.run(run_job, f"{common} {captured_only}", True, skewed, world_size=world_size)
     for (expected, *_), (got, counters, num_left) in zip(eager, captured, strict=True):
         assert got == expected
-        assert len(got) == 4
+        assert len(got) == num_steps
         assert counters["graph captures"] >= 1
         assert counters["graph replays"] >= 2
         assert num_left == 0
@@ -74,6 +75,15 @@ def test_expert_ranks_replay_what_they_do_eagerly(pool):
 
 def test_stages_replay_what_they_do_eagerly(pool):
     compare(pool, VPP2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dispatcher", ["", HYBRIDEP], ids=["alltoall", "hybridep"])
+def test_chosen_steps_overflow_and_the_graph_survives(pool, dispatcher):
+    budget = "--moe-expert-rank-capacity-factor 1.8"
+    counters = compare(pool, f"{dispatcher} --train-iters 7", budget, skewed=(4, 6), num_steps=7)
+    assert (counters["row overflows"], counters["re-runs"]) == (2, 2)
+    assert (counters["graph captures"], counters["graph replays"]) == (1, 5)
 
 
 @pytest.mark.full
