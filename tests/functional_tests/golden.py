@@ -6,18 +6,19 @@ where it was recorded. nan fails always, on either side.
 | metric                   | same fingerprint                  | elsewhere                                        |
 |--------------------------|-----------------------------------|--------------------------------------------------|
 | losses                   | equal to five decimals            | 1e-4 in the first ten steps, then 2e-3, relative |
-| losses of routers        | equal to five decimals            | 1e-2 relative: last bits flip choices of experts |
+| losses of routers        | equal to five decimals            | 1e-3 in the first five steps, then 1e-2 the mean |
 | num-zeros                | equal                             | 0.20 relative, a few steps may stray             |
 | mem-...-bytes            | 0.05 relative                     | 0.05 relative                                    |
 | iteration-time (seconds) | median of the middle steps within 0.05 of the golden's                              |
 | end of a curve           | equal to five decimals            | mean of the last 20 steps within 1e-2            |
 
-Why losses of routers stray further: a balancing loss is E * sum_e (c_e / T k) * P_e, where c_e counts choices. Two
-experts of one token whose scores tie up to rounding are a jump: on another processor the other one is chosen, c_e
-changes by one, and the loss by E * (P_a - P_b) / T k. With the 256 or 512 choices of these cases and probabilities a
-tenth apart that is some 2e-3 for each such token; a few of them in one step are within 1e-2, and a router that
-balances otherwise is not. The z-loss has no choice in it, but those of the layers before. The loss of the model
-averages over all tokens; it has the narrow bounds, and judges the run.
+Why losses of routers are compared otherwise: a balancing loss is E * sum_e (c_e / T k) * P_e, where c_e counts
+choices. Two experts of one token whose scores tie up to rounding are a jump: on another processor the other one is
+chosen, and the loss moves by E * (P_a - P_b) / T k, some 2e-3 with the 256 or 512 choices of these cases and
+probabilities a tenth apart. Under torch's kernels for processors without vector units (ATEN_CPU_CAPABILITY=default)
+fp32 runs stay within 1e-5 throughout; bf16 and FP8 runs within 8e-5 in the first five steps, then they stray up to
+2e-2 in single steps and 7e-3 in the mean, while the loss of the model, an average over all tokens, stays within its
+bounds.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tools.run_metrics import Metrics, Series, parse_log, read_tensorboard
 
 DECIMALS = 5
 EARLY_STEPS, EARLY_RTOL, LATE_RTOL = 10, 1e-4, 2e-3
+FIRST_STEPS, FIRST_RTOL = 5, 1e-3
 ROUTER_RTOL, COUNT_RTOL, MEMORY_RTOL, TIME_RTOL = 1e-2, 0.20, 0.05, 0.05
 SHORT_RUN = 25
 END_STEPS, END_RTOL = 20, 1e-2
@@ -115,6 +117,9 @@ def compare(golden: Metrics, run: Metrics, is_same_fingerprint: bool) -> list[st
         if name == "iteration-time":
             problems += _compare_times(expected, got)
             continue
+        if name.endswith(ROUTER_LOSSES) and not is_same_fingerprint:
+            problems += _compare_choices(name, expected, got)
+            continue
         bad = [step for step in sorted(expected) if not _fits(name, step, expected, got, is_same_fingerprint)]
         if len(bad) > _allowed_bad_steps(name, len(expected), is_same_fingerprint):
             step = bad[0]
@@ -149,9 +154,22 @@ def _fits(name: str, step: int, expected: Series, got: Series, is_same_fingerpri
         return want == value
     if name == "num-zeros":
         return abs(value - want) <= COUNT_RTOL * abs(want)
-    if name.endswith(ROUTER_LOSSES):
-        return abs(value - want) <= ROUTER_RTOL * abs(want)
     return abs(value - want) <= (EARLY_RTOL if step <= EARLY_STEPS else LATE_RTOL) * abs(want)
+
+
+def _compare_choices(name: str, expected: Series, got: Series) -> list[str]:
+    """Compare a loss that jumps where two experts tie: the first steps one by one, the others by their mean."""
+    first = [step for step in sorted(expected) if step <= FIRST_STEPS]
+    bad = [step for step in first if not abs(got[step] - expected[step]) <= FIRST_RTOL * abs(expected[step])]
+    if bad:
+        return [f"{name}: {len(bad)} of the first steps differ: {got[bad[0]]} for {expected[bad[0]]} in step {bad[0]}"]
+    want, value = (
+        statistics.mean([loss for step, loss in series.items() if step > FIRST_STEPS] or [0.0])
+        for series in (expected, got)
+    )
+    if abs(value - want) <= ROUTER_RTOL * abs(want):
+        return []
+    return [f"{name}: the mean behind step {FIRST_STEPS} is {value:.5f}, the golden's {want:.5f}"]
 
 
 def _compare_times(expected: Series, got: Series) -> list[str]:
