@@ -70,6 +70,16 @@ def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return all_gather_object(value, group or world_group())
 
 
+def _reason(error: BaseException, folder: Path) -> str:
+    """Why a write failed: behind an error of torch about places in its archive stands that of the system."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    if found is None:
+        return f"{type(error).__name__}: {error}"
+    return f"{type(found).__name__}: {found} (free on this disk: {shutil.disk_usage(folder).free} bytes)"
+
+
 def _raise_first(errors: Sequence[str | None], folder: Path) -> None:
     failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
     if failed:
@@ -148,7 +158,7 @@ class PendingSave:
         try:
             self.results = self.writer.write_data(plan, self.planner).wait()
         except (OSError, RuntimeError) as err:
-            self.error = f"{type(err).__name__}: {err}"
+            self.error = _reason(err, self.folder)
 
     def is_written(self) -> bool:
         """Whether this rank's bytes are on the disk (or have failed); never blocks."""
@@ -250,7 +260,9 @@ def _read(reader: SafeFileSystemReader, tensors: Sequence[ShardedTensor], metada
     except CheckpointError:
         raise
     except (OSError, RuntimeError, EOFError, KeyError) as err:
-        raise CheckpointError(f"{reader.path}: tensor data cannot be read ({err}); load an earlier iteration") from err
+        reason = str(err).split(". ")[0]  # torch goes on with a page of advice
+        remedy = "load an earlier iteration with --ckpt-step"
+        raise CheckpointError(f"{reader.path}: tensor data cannot be read ({reason}); {remedy}") from err
 
 
 def _together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:

@@ -42,7 +42,7 @@ class CheckpointConfig(ConfigTopic):
     """Load this iteration instead of the newest."""
 
     ckpt_fallback: bool = False
-    """Load the newest complete checkpoint if the one the tracker names is damaged."""
+    """Load the newest complete checkpoint if the one that the tracker names is missing or was not saved to its end."""
 
     exit_on_missing_checkpoint: bool = False
     """Refuse to start fresh if --load holds no checkpoint."""

@@ -1,7 +1,9 @@
 """Boxes in, boxes out: any cut of a global tensor reads any other; damaged and foreign folders are refused by name."""
 
+import os
 import pickle
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -139,6 +141,25 @@ def test_truncated_metadata_is_named(tmp_path: Path, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match=r"\.metadata: cannot be read"):
         load(tmp_path / "c", rows(2, torch.zeros(4, 6)))
+
+
+def test_file_that_cannot_grow_is_named_with_the_room_that_is_left(tmp_path: Path) -> None:
+    """As on a full disk: the system refuses a write in the middle of a tensor."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        try:
+            save(tmp_path / "c", [replicated("x", torch.zeros(100_000))], {})
+        except CheckpointError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    text = os.read(reader, 1000).decode()
+    assert "c: not saved, the checkpoints before it are untouched; rank 0: OSError: [Errno 27] File too large" in text
+    assert "(free on this disk: " in text
+    assert not is_complete(tmp_path / "c")
 
 
 def test_truncated_tensor_file_is_named(tmp_path: Path) -> None:
