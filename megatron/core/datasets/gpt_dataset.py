@@ -151,7 +151,8 @@ class GPTDataset(MegatronDataset):
         """Load the three index arrays from the cache, or build them."""
         sizes = self.dataset.sequence_lengths
         num_tokens = int(sizes[self.indices].sum(dtype=np.int64)) if len(self.indices) else 0
-        what = f"data_path={self.dataset_path!r}: its {self.index_split.name} split"
+        source = "mock_data=True" if self.dataset_path is None else f"data_path={self.dataset_path!r}"
+        what = f"{source}: its {self.index_split.name} split"
         if num_tokens == 0:
             raise DataError(
                 f"{what} has {len(self.indices)} of {len(sizes)} sequences and no token (split={self.config.split!r}); "
