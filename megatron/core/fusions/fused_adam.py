@@ -5,9 +5,10 @@
     m = b1 m + (1 - b1) g,     v = b2 v + (1 - b2) g^2
     w = w - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 
-Products with the constants are fp64 and rounded to fp32 after each line, square root and quotients are exact fp32: the
-arithmetic of torch's fused kernel. The gradient is only read, and nothing is written where `found_inf` is raised. It is
-memory that limits the kernel: 28 bytes for an element in fp32, 30 with a bf16 rounding.
+Products with the constants are fp64 and rounded to fp32 after each line, square root and quotients are exact fp32.
+Torch's fused kernel works in fp32, in another order from version to version: the two agree within the rounding of fp32.
+The gradient is only read, and nothing is written where `found_inf` is raised. It is memory that limits the kernel: 28
+bytes for an element in fp32, 30 with a bf16 rounding.
 """
 
 # ruff: noqa: ANN001, ANN202 (a compiled kernel takes no annotations but tl.constexpr)

@@ -2,8 +2,8 @@
 
 On a GPU a kernel reads gradient, weight and moments once and also writes the model's half-precision weight, for all
 parameters at a time whose memory lies end to end. Elsewhere a step widens moments and gradient of one parameter to its
-dtype, runs torch's fused kernel on them, and rounds the moments back to nearest even. With fp32 moments and gradients
-the bits are those of torch's Adam.
+dtype, runs torch's fused kernel on them, and rounds the moments back to nearest even: with fp32 moments and gradients
+the bits are then those of torch's Adam, which the kernel equals within the rounding of fp32.
 
     second moment in bf16: an update by less than 2^-9 of the old value is lost, as beta2 = 0.999 asks for once the
     moment has settled; prefer beta2 = 0.95 or keep it in fp32.
@@ -56,7 +56,8 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
             counts += [tensors.step for tensors in kernel_parts]
         if counts:
             found_inf = getattr(self, "found_inf", None)
-            torch._foreach_add_(counts, 1.0 if found_inf is None else 1.0 - found_inf.reshape(()))
+            # a list, because a single tensor would be read by the host
+            torch._foreach_add_(counts, 1.0 if found_inf is None else [1.0 - found_inf.reshape(())] * len(counts))
 
     def _update_by_kernel(self, tensors: AdamTensors, group: dict[str, Any]) -> None:
         """Parameters that lie end to end [n], all but the count of their steps, which all programs read."""
