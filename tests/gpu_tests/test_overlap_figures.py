@@ -34,8 +34,8 @@ FLAGS = (
 )
 ROWS, WIDTH, EXPERT_WIDTH, EXPERTS = 131072, 2048, 1536, 128
 WARM_UP = 2
-SETTLING, METERED, PROFILED, STEPS_PER_WAY = 0, 5, 6, 7
-"""Steps of a way, the others are timed; the first captures where steps are captured."""
+SETTLING, METERED, LAST_TIMED, PROFILED, STEPS_PER_WAY = 0, 1, 4, 5, 6
+"""Steps of a way, the others are timed. Where steps are captured, the first one still is not, and the second is."""
 LEFT_MIB = 1.0
 DRIFT = 0.03
 GROUPS = {
@@ -65,7 +65,6 @@ WAYS = {
     "on, 16 SMs": Way(num_sms=16),
     "on, priority": Way(has_priority=True),
     "on, priority, 16 SMs": Way(num_sms=16, has_priority=True),
-    "on, weight gradients within backward": Way(delays_wgrad=False),
     "off again": OFF,
 }
 NUM_STEPS = WARM_UP + STEPS_PER_WAY * len(WAYS)
@@ -85,6 +84,7 @@ class Tour(Callback):
         if self._phase == SETTLING:
             self._begin_way(run, WAYS[self._name])
         if self._phase == METERED:
+            _forget_peaks()
             streams.set_observer(self._meter)
         torch.cuda.synchronize()
         if self._phase == PROFILED:
@@ -105,7 +105,7 @@ class Tour(Callback):
         elif self._phase != SETTLING:
             self._times.append(1e3 * (time.perf_counter() - self._begin))
             self._after.append(torch.cuda.memory_allocated() / MIB)
-        if self._phase == METERED - 1:
+        if self._phase == LAST_TIMED:
             self._end_timing()
 
     @staticmethod
@@ -122,14 +122,11 @@ class Tour(Callback):
             chunk.config.moe_flex_dispatcher_num_sms = way.num_sms or None
             for module in chunk.modules():
                 if hasattr(module, "token_dispatcher"):
-                    module.token_dispatcher.engine._launch = Launch.of(way.num_sms or None)
+                    module.token_dispatcher.engine._launch = Launch.of(way.num_sms or None, WIDTH)
         if run.guarded_steps is not None:
-            run.guarded_steps._destroy_graphs()  # the next step captures
+            run.guarded_steps._destroy_graphs()
+            run.guarded_steps._is_due = lambda kind: self._phase > SETTLING
         self._times, self._after = [], []
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
     def _end_timing(self):
         assert abs(self._after[-1] - self._after[0]) <= LEFT_MIB, f"{self._name}: a step leaves memory: {self._after}"
@@ -165,6 +162,13 @@ class Tour(Callback):
             },
             "kernels ms": {name[-90:]: ms for name, ms in list(kernels.items())[:SHOWN_KERNELS]},
         }
+
+
+def _forget_peaks():
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def reserved_by_stream():
