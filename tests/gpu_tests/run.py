@@ -139,6 +139,7 @@ PARTS = (
     Part("fp8-swiglu", (FP8, "-k", "benchmark_times and swiglu"), 60),
     Part("fp8-few-rows", (FP8, "-k", "for_few_rows"), 60),
     Part("fp8-bits", (FP8, "-k", "have_the_bits or has_the_bits"), 60),
+    Part("fp8-swiglu-bits", (FP8, "-k", "equals_two_steps"), 60),
     Part("fp8-speed", (FP8, "-k", "benchmark_prints"), 120),
     Part("fp8-sweep", (FP8, "-k", "benchmark_sweeps and not few"), 120),
     Part("te", (ENGINE, "-k", "not captured and not times and not hiding"), 120),
