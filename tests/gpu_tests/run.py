@@ -123,7 +123,7 @@ PARTS = (
     Part("stream-check", (STREAM_CHECK,), 90),
     Part("wgrad", (WGRAD, "--deselect", f"{WGRAD}::test_benchmark_sweeps_all_shapes"), 120),
     Part("wgrad-sweep", (f"{WGRAD}::test_benchmark_sweeps_all_shapes",), 120),
-    Part("wgrad-ring", (RING_WGRAD, "-k", "not swept"), 50),
+    Part("wgrad-ring", (RING_WGRAD, "-k", "not swept"), 90),
     Part("wgrad-cuts", (RING_WGRAD, "-k", "swept"), 120),
     Part("permute", (PERMUTE, "-k", "not test_layout and not test_slots and not bandwidth"), 120),
     Part("permute-speed", (PERMUTE, "-k", "bandwidth"), 60),

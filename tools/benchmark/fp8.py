@@ -89,11 +89,8 @@ ROW_CUTS = (
 )
 WGRAD_CUTS = (
     Cut(band=8),
-    Cut(band=8, prefetches=False),
-    Cut(band=4),
     Cut(64, 128, num_warps=4, programs_per_sm=2),
     Cut(128, 64, num_warps=4, programs_per_sm=2),
-    Cut(128, 64, num_warps=4, programs_per_sm=2, prefetches=False),
 )
 
 

@@ -30,9 +30,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.core.fusions.fp8_grouped_gemm import Cut, ScaledCodes, grouped_wgrad_product
+from megatron.core.fusions.fp8_grouped_gemm import WGRAD_LINES, Cut, ScaledCodes, grouped_wgrad_product
 from megatron.core.fusions.grouped_wgrad import LARGE, SMALL, WgradConfig, grouped_wgrad, num_free_sms
-from megatron.core.fusions.ring_wgrad import Operand, RingCut, ring_wgrad
+from megatron.core.fusions.ring_wgrad import LONE, SHARED, Operand, ring_wgrad
 from tools.benchmark.grouped_gemm import SHAPES, Shape, time_in_turn
 from tools.benchmark.result import ROOT, write_result
 
@@ -48,43 +48,10 @@ TIMED = (
 )
 SMALL_SHAPES = tuple(Shape(f"small {n}", 64 * n, 256, 256, n) for n in (64, 128, 4))
 """One for each way in which Triton specialises a kernel."""
-TINY = WgradConfig(64, 128, band=16, num_warps=4, num_stages=3, pieces=2, skews=False)
-TRITON = (
-    LARGE,
-    SMALL,
-    replace(LARGE, evicts=True),
-    replace(SMALL, evicts=True),
-    replace(SMALL, band=16, evicts=True),
-    replace(TINY, programs_per_sm=3),
-    replace(TINY, programs_per_sm=4, num_stages=2),
-    replace(TINY, programs_per_sm=3, evicts=True),
-)
-RING = (
-    RingCut(),
-    RingCut(skews=False),
-    RingCut(band=16),
-    RingCut(2, slots=4),
-    RingCut(2, slots=4, skews=False),
-    RingCut(2, slots=4, band=16),
-    RingCut(evicts=True),
-    RingCut(2, slots=4, evicts=True),
-)
-FP8 = (
-    Cut(128, 64, num_warps=4, programs_per_sm=2),
-    Cut(band=8),
-    Cut(64, 128, num_warps=4, programs_per_sm=2),
-    Cut(64, 128, num_warps=4, programs_per_sm=2, evicts=True),
-    Cut(64, 128, num_warps=4, programs_per_sm=3, num_stages=3),
-    Cut(64, 128, num_warps=4, programs_per_sm=2, prefetches=False, evicts=True),
-)
-FP8_RING = (
-    RingCut(),
-    RingCut(skews=False),
-    RingCut(band=16),
-    RingCut(evicts=True),
-    RingCut(2, slots=4),
-    RingCut(2, slots=4, skews=False),
-)
+TRITON = (LARGE, SMALL)
+RING = (LONE, SHARED, replace(SHARED, band=16))
+FP8 = (WGRAD_LINES, replace(WGRAD_LINES, prefetches=False))
+FP8_RING = (LONE, SHARED)
 FAMILIES: dict[str, tuple[Any, ...]] = {"triton": TRITON, "ring": RING, "fp8": FP8, "fp8-ring": FP8_RING}
 
 

@@ -16,6 +16,8 @@ Group ends are read on the device. An expert without rows costs a comparison. In
 of an expert, fewer than a block, come with those of the next one, which are set to zero in one operand. With strips,
 experts begin at multiples of 128 and the codes behind the last one are zeros: whole blocks are read.
 
+The weight gradient with scales of lines runs in `ring_wgrad` where that can.
+
 Legend: R rows, n experts, N, out and in features, K the size of a sum.
 """
 
@@ -26,6 +28,7 @@ import torch
 
 from megatron.core import streams
 from megatron.core.fusions.grouped_wgrad import described, num_free_sms
+from megatron.core.fusions.ring_wgrad import Operand, can_run_ring, ring_wgrad
 from megatron.core.fusions.triton_casts import is_interpreted, narrow
 from megatron.core.optional_deps import tl, triton_jit
 
@@ -51,16 +54,14 @@ class Cut:
     """Weight gradient only."""
     prefetches: bool = True
     """Weight gradient only: bring what a tile is added to into the cache while its products run."""
-    evicts: bool = False
-    """Weight gradient only: what is added to leaves the cache first, so that operands stay."""
 
 
 # From `tools/benchmark/fp8.py --what sweep`.
 FAST, PRECISE = Cut(block_out=256, num_stages=3), Cut(64, 128, num_warps=4)
 LONG_STRIPS, SHORT_STRIPS = Cut(band=8), Cut(64, 128, num_warps=4)
-WGRAD_LINES, WGRAD_STRIPS = Cut(band=8), Cut(128, 64, num_warps=4, programs_per_sm=2)
+WGRAD_LINES = Cut(64, 128, num_warps=4, programs_per_sm=2)
+WGRAD_STRIPS = Cut(128, 64, num_warps=4, programs_per_sm=2)
 _SHORT_SUM = 2048
-_FEW_ROWS = 2048  # of an expert: a weight gradient is then added while another program's products run
 
 
 def _cut_of_rows(width: int, has_strips: bool, is_fast: bool) -> Cut:
@@ -154,8 +155,11 @@ def grouped_wgrad_product(
     if not num_rows or not main_grad.numel():
         return
     is_precise = has_strips or not is_fast
-    has_few_rows = grad.codes.shape[1] < _FEW_ROWS * num_experts
-    cut = cut or (WGRAD_STRIPS if has_strips or has_few_rows else WGRAD_LINES)
+    if cut is None and is_precise and not has_strips and can_run_ring(main_grad):
+        left, right = Operand(grad.codes, grad.scale), Operand(rows.codes, rows.scale)
+        ring_wgrad(main_grad, left, right, ends, num_free_sms(main_grad.device))
+        return
+    cut = cut or (WGRAD_STRIPS if has_strips else WGRAD_LINES)
     strides = (grad.scale.stride(1), rows.scale.stride(1)) if has_strips else (num_out, num_in)
     num_programs = cut.programs_per_sm * num_free_sms(main_grad.device)
     interpreted = is_interpreted()
@@ -177,7 +181,6 @@ def grouped_wgrad_product(
         BLOCK_IN=cut.block_out,
         STRIP=STRIP,
         BAND=cut.band,
-        POLICY="evict_first" if cut.evicts else "",
         LINE=0 if interpreted or not cut.prefetches else _LINE_BYTES // main_grad.element_size(),
         NUM_PROGRAMS=num_programs,
         HAS_STRIPS=has_strips,
@@ -299,7 +302,6 @@ def _wgrad_kernel(
     BLOCK_IN: tl.constexpr,
     STRIP: tl.constexpr,
     BAND: tl.constexpr,
-    POLICY: tl.constexpr,
     LINE: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     HAS_STRIPS: tl.constexpr,
@@ -357,6 +359,6 @@ def _wgrad_kernel(
                 )
                 mask = (first_out + down < num_out) & (first_in + across < num_in)
                 spot = start + (down * num_in + across)
-                before = tl.load(spot, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+                before = tl.load(spot, mask=mask, other=0.0).to(tl.float32)
                 value = narrow(before + part, main.dtype.element_ty, INTERPRETED)
-                tl.store(spot, value, mask=mask, eviction_policy=POLICY)
+                tl.store(spot, value, mask=mask)

@@ -15,6 +15,8 @@ All programs would add at once and multiply at once, so that memory and tensor c
 at different times. Group ends are read on the device. An expert without rows costs a block of zeros, and its tiles are
 not touched. Rows are summed in order: of the configuration, the result depends on the size of a block alone.
 
+This form defines the sums, and runs where `ring_wgrad`, which is faster and has its bits, cannot.
+
 Legend: R rows, n experts, out and in features.
 """
 
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 
 from megatron.core import streams
+from megatron.core.fusions.ring_wgrad import Operand, can_run_ring, ring_wgrad
 from megatron.core.fusions.triton_casts import is_interpreted, narrow
 from megatron.core.optional_deps import is_available, require, tl, triton_jit
 
@@ -51,9 +54,6 @@ class WgradConfig:
     """a tile is added in so many pieces: 2 or 4"""
     skews: bool = True
     """let programs begin at eight times within the first tile"""
-    evicts: bool = False
-    """what is added to leaves the cache first, so that operands stay"""
-    max_registers: int | None = None
 
 
 LARGE = WgradConfig()
@@ -96,6 +96,9 @@ def grouped_wgrad(
     Graph: capturable.
     Dtype: operands bf16 or fp16, main_grad any float; sums in fp32, one rounding at the end.
     """
+    if config is None and can_run_ring(main_grad):
+        ring_wgrad(main_grad, Operand(grad), Operand(rows), ends, num_free_sms(grad.device))
+        return
     num_experts, out_features, in_features = main_grad.shape
     cut = config_for(out_features, in_features) if config is None else config
     assert main_grad.stride(1) == in_features, f"rows of {in_features} lie {main_grad.stride(1)} apart"
@@ -120,13 +123,11 @@ def grouped_wgrad(
         BLOCK_ROWS=cut.block_rows,
         BAND=cut.band,
         PIECES=cut.pieces,
-        POLICY="evict_first" if cut.evicts else "",
         TURNS=_TURNS if cut.skews and not interpreted else 1,
         NUM_PROGRAMS=num_programs,
         INTERPRETED=interpreted,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
-        maxnreg=cut.max_registers,
     )
 
 
@@ -209,15 +210,14 @@ def _add_piece(
     column,
     in_features,
     WIDTH: tl.constexpr,
-    POLICY: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Add part [out, WIDTH] to columns of the lines [out, 1] of a matrix."""
     columns = (column + tl.arange(0, WIDTH))[None, :]
     mask = is_line & (columns < in_features)
-    before = tl.load(lines + columns, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    before = tl.load(lines + columns, mask=mask, other=0.0).to(tl.float32)
     value = narrow(before + part, lines.dtype.element_ty, INTERPRETED)
-    tl.store(lines + columns, value, mask=mask, eviction_policy=POLICY)
+    tl.store(lines + columns, value, mask=mask)
 
 
 @triton_jit
@@ -230,22 +230,21 @@ def _add_tile(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     PIECES: tl.constexpr,
-    POLICY: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Add total [out, in] to the lines [out, 1] of a matrix in pieces, which keeps registers and shared memory free."""
     west, east = _halves(total, BLOCK_OUT, BLOCK_IN)
     if PIECES == 2:
-        _add_piece(west, lines, is_line, column, in_features, BLOCK_IN // 2, POLICY, INTERPRETED)
-        _add_piece(east, lines, is_line, column + BLOCK_IN // 2, in_features, BLOCK_IN // 2, POLICY, INTERPRETED)
+        _add_piece(west, lines, is_line, column, in_features, BLOCK_IN // 2, INTERPRETED)
+        _add_piece(east, lines, is_line, column + BLOCK_IN // 2, in_features, BLOCK_IN // 2, INTERPRETED)
     else:
         WIDTH: tl.constexpr = BLOCK_IN // 4
         first, second = _halves(west, BLOCK_OUT, BLOCK_IN // 2)
         third, fourth = _halves(east, BLOCK_OUT, BLOCK_IN // 2)
-        _add_piece(first, lines, is_line, column, in_features, WIDTH, POLICY, INTERPRETED)
-        _add_piece(second, lines, is_line, column + WIDTH, in_features, WIDTH, POLICY, INTERPRETED)
-        _add_piece(third, lines, is_line, column + 2 * WIDTH, in_features, WIDTH, POLICY, INTERPRETED)
-        _add_piece(fourth, lines, is_line, column + 3 * WIDTH, in_features, WIDTH, POLICY, INTERPRETED)
+        _add_piece(first, lines, is_line, column, in_features, WIDTH, INTERPRETED)
+        _add_piece(second, lines, is_line, column + WIDTH, in_features, WIDTH, INTERPRETED)
+        _add_piece(third, lines, is_line, column + 2 * WIDTH, in_features, WIDTH, INTERPRETED)
+        _add_piece(fourth, lines, is_line, column + 3 * WIDTH, in_features, WIDTH, INTERPRETED)
 
 
 @triton_jit
@@ -273,7 +272,6 @@ def _grouped_wgrad_kernel(
     BLOCK_ROWS: tl.constexpr,
     BAND: tl.constexpr,
     PIECES: tl.constexpr,
-    POLICY: tl.constexpr,
     TURNS: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -307,7 +305,7 @@ def _grouped_wgrad_kernel(
             outs = first_out + tl.arange(0, BLOCK_OUT)
             lines = main_ptr + expert.to(tl.int64) * main_stride + outs.to(tl.int64)[:, None] * in_features
             is_line = ((outs < out_features) & (row < end))[:, None]  # an expert without rows is left alone
-            _add_tile(total, lines, is_line, first_in, in_features, BLOCK_OUT, BLOCK_IN, PIECES, POLICY, INTERPRETED)
+            _add_tile(total, lines, is_line, first_in, in_features, BLOCK_OUT, BLOCK_IN, PIECES, INTERPRETED)
             # a zero that is not known before: the compiler would move it out of the branch, in front of sums in flight
             zero = tl.load(ends_ptr, volatile=True).to(tl.float32) * 0.0
             total = tl.zeros((BLOCK_OUT, BLOCK_IN), dtype=tl.float32) + zero

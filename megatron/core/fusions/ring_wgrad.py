@@ -53,6 +53,7 @@ REGISTERS = {1: 128, 2: 168}
 """Of a thread at the launch, by consumers; the producer's warps give theirs away."""
 _SIDE = 128
 _HALF = 64
+_ALIGNMENT_BYTES = 16  # of addresses and strides that TMA takes
 _BLOCK_BYTES = 128  # of a row in a slot: 64 numbers of bf16, 128 codes
 _WINDOW_STEP = 16
 _NUM_TURNS = 8
@@ -70,10 +71,16 @@ class RingCut:
     """of 32 KiB, with two consumers of 48 KiB"""
     band: int = 8
     """tiles along out that are walked before the next tile along in"""
-    skews: bool = True
-    """let programs begin at eight times within the first tile, so that not all add to memory at once"""
-    evicts: bool = False
-    """what is added to leaves the cache first, so that operands stay"""
+
+
+# From `tools/benchmark/wgrad_sweep.py`.
+LONE, SHARED = RingCut(), RingCut(2, slots=4)
+_FEW_ROWS = 2048  # of an expert: adding takes as long as products of codes
+
+
+def _cut_for(num_rows: int, num_experts: int, has_codes: bool) -> RingCut:
+    """Cut for the mean group, which is what the host knows."""
+    return LONE if has_codes and num_rows < _FEW_ROWS * num_experts else SHARED
 
 
 @dataclass(frozen=True)
@@ -88,11 +95,19 @@ def can_run_ring(main_grad: torch.Tensor) -> bool:
     """True if the kernel may run for main_grad [n, out, in] of aligned rows: fp32, on Hopper, with Gluon."""
     if not main_grad.is_cuda or main_grad.dtype != torch.float32 or is_interpreted():
         return False
+    aligned = (main_grad.data_ptr(), 4 * main_grad.stride(0), 4 * main_grad.stride(1))
+    if any(number % _ALIGNMENT_BYTES for number in aligned) or not main_grad.numel():
+        return False
     return torch.cuda.get_device_capability(main_grad.device)[0] == 9 and is_available("gluon")
 
 
 def ring_wgrad(
-    main_grad: torch.Tensor, grad: Operand, rows: Operand, ends: torch.Tensor, num_sms: int, cut: RingCut
+    main_grad: torch.Tensor,
+    grad: Operand,
+    rows: Operand,
+    ends: torch.Tensor,
+    num_sms: int,
+    cut: RingCut | None = None,
 ) -> None:
     """Add to main_grad fp32 [n, out, in]; group ends int32 [n] on the device.
 
@@ -101,6 +116,7 @@ def ring_wgrad(
     num_experts, out_features, in_features = main_grad.shape
     has_codes = grad.scale is not None
     num_rows = grad.values.shape[1 if has_codes else 0]
+    cut = _cut_for(num_rows, num_experts, has_codes) if cut is None else cut
     block = _BLOCK_BYTES // grad.values.element_size()
     describe = _code_windows if has_codes else _row_windows
     product_ns = _CODE_NS if has_codes else _PRODUCT_NS
@@ -122,7 +138,7 @@ def ring_wgrad(
         out_features,
         in_features,
         main_grad.stride(0),
-        int(tile_ns) // (_NUM_TURNS * 16) * 16 if cut.skews else 0,
+        int(tile_ns) // (_NUM_TURNS * 16) * 16,
         SIDE=_SIDE,
         BLOCK=block,
         CONSUMERS=cut.consumers,
@@ -131,7 +147,6 @@ def ring_wgrad(
         NUM_TURNS=_NUM_TURNS,
         NUM_PROGRAMS=num_programs,
         HAS_CODES=has_codes,
-        POLICY="evict_first" if cut.evicts else "",
         num_warps=4,
         maxnreg=REGISTERS[cut.consumers],
     )
@@ -289,7 +304,6 @@ def _add_piece(
     empty_bar,
     main_desc,
     LAYOUT: gl.constexpr,
-    POLICY: gl.constexpr,
 ):
     """Store part [64, 128] + old values of a slot in a matrix [out, in], and give the slot back."""
     HEIGHT: gl.constexpr = part.shape[0]
@@ -301,7 +315,7 @@ def _add_piece(
     ins = first_in + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     mask = (outs < out_features)[:, None] & (ins < in_features)[None, :]
     spot = main_ptr + outs.to(gl.int64)[:, None] * in_features + ins[None, :]
-    gl.store(spot, old + part, mask=mask, eviction_policy=POLICY)
+    gl.store(spot, old + part, mask=mask)
 
 
 @gluon_jit
@@ -331,7 +345,6 @@ def _consume(
     BAND: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr,
     HAS_CODES: gl.constexpr,
-    POLICY: gl.constexpr,
 ):
     """Multiply and add consumer ME's columns of all tiles of this program: main [n, out, in]."""
     HALF: gl.constexpr = SIDE // 2
@@ -391,7 +404,6 @@ def _consume(
                         empty.index(slot),
                         main_desc,
                         LAYOUT,
-                        POLICY,
                     )
                 else:
                     hopper.mbarrier.arrive(empty.index(slot))
@@ -420,7 +432,6 @@ def _ring_kernel(
     NUM_TURNS: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr,
     HAS_CODES: gl.constexpr,
-    POLICY: gl.constexpr,
 ):
     """Add the tiles of this program: grad and rows [R, *] or codes [*, R] -> main [n, out, in]."""
     tiles_out = gl.cdiv(out_features, SIDE)
@@ -444,7 +455,7 @@ def _ring_kernel(
                 0,
                 grad_desc, rows_desc, main_desc, main_ptr, left_scale, right_scale, ends_ptr, ring, lefts, full,
                 empty, num_experts, out_features, in_features, main_stride, tiles_out, tiles_in, SIDE, BLOCK,
-                CONSUMERS, SLOTS, BAND, NUM_PROGRAMS, HAS_CODES, POLICY,
+                CONSUMERS, SLOTS, BAND, NUM_PROGRAMS, HAS_CODES,
             )),
             (_produce, (
                 grad_desc, rows_desc, main_desc, ends_ptr, ring, lefts, full, empty, num_experts, tiles_out,
@@ -457,13 +468,13 @@ def _ring_kernel(
                 0,
                 grad_desc, rows_desc, main_desc, main_ptr, left_scale, right_scale, ends_ptr, ring, lefts, full,
                 empty, num_experts, out_features, in_features, main_stride, tiles_out, tiles_in, SIDE, BLOCK,
-                CONSUMERS, SLOTS, BAND, NUM_PROGRAMS, HAS_CODES, POLICY,
+                CONSUMERS, SLOTS, BAND, NUM_PROGRAMS, HAS_CODES,
             )),
             (_consume, (
                 1,
                 grad_desc, rows_desc, main_desc, main_ptr, left_scale, right_scale, ends_ptr, ring, lefts, full,
                 empty, num_experts, out_features, in_features, main_stride, tiles_out, tiles_in, SIDE, BLOCK,
-                CONSUMERS, SLOTS, BAND, NUM_PROGRAMS, HAS_CODES, POLICY,
+                CONSUMERS, SLOTS, BAND, NUM_PROGRAMS, HAS_CODES,
             )),
             (_produce, (
                 grad_desc, rows_desc, main_desc, ends_ptr, ring, lefts, full, empty, num_experts, tiles_out,

@@ -29,7 +29,7 @@ def run_model(monkeypatch, main, grad, rows, scales, ends, cut, num_programs=3):
     pointers = [Pointer(part) for part in (main, left_scale, right_scale, ends)]
     main_desc = Descriptor(main, list(main.shape), list(main.stride()), [1, 64, 128])
     constants = {"SIDE": 128, "BLOCK": block, "CONSUMERS": cut.consumers, "SLOTS": cut.slots, "BAND": cut.band}
-    constants |= {"NUM_TURNS": 8, "NUM_PROGRAMS": num_programs, "HAS_CODES": has_codes, "POLICY": ""}
+    constants |= {"NUM_TURNS": 8, "NUM_PROGRAMS": num_programs, "HAS_CODES": has_codes}
     numbers = (count, outs, ins, main.stride(0), 0)
     descs = (describe(grad, block), describe(rows, block), main_desc)
     gluon_model.run_kernel(ring_wgrad, "_ring_kernel", num_programs, *descs, *pointers, *numbers, **constants)
@@ -98,7 +98,7 @@ def built(dtype, other, consumers, slots):
     has_codes = dtype.startswith("fp8")
     block, bits = ([128, 1, 128], 8) if has_codes else ([1, 64, 128], 16)
     constants = {"SIDE": 128, "BLOCK": 1024 // bits, "CONSUMERS": consumers, "SLOTS": slots, "BAND": 8, "NUM_TURNS": 8}
-    constants |= {"NUM_PROGRAMS": 264, "HAS_CODES": has_codes, "POLICY": ""}
+    constants |= {"NUM_PROGRAMS": 264, "HAS_CODES": has_codes}
     types = {
         "grad_desc": f"tensordesc<{dtype}{block},{gl.NVMMASharedLayout(128, bits, rank=3)!r}>",
         "rows_desc": f"tensordesc<{other}{block},{gl.NVMMASharedLayout(128, bits, rank=3)!r}>",
