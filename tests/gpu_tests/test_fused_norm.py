@@ -16,7 +16,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 FOLDER = Path(os.environ.get("OUT", ROOT / "docs" / "evidence" / "benchmarks"))
-SHARE_OF_COPY = 0.7
+SHARES_OF_COPY = {"norm forward": 0.85, "norm backward": 0.7}
+"""Backward sums along the rows and down the columns of what it reads."""
 LARGE = {
     "slice_a": ((4099, 2048), {"dtype": torch.bfloat16}),
     "slice_b": ((513, 7168), {"dtype": torch.bfloat16}),
@@ -43,6 +44,5 @@ def test_kernels_are_the_formula_and_repeat(name):
 def test_bandwidth_is_near_that_of_a_copy():
     assert memory_bound.main(["--rows", "norm", "--sweep", "--folder", str(FOLDER)]) == 0
     rows = json.loads((FOLDER / "fused-norm.json").read_text(encoding="utf-8"))["results"]["rows"]
-    best = {row["name"]: max(r["share_of_copy"] for r in rows if r["name"] == row["name"]) for row in rows}
-    assert best["norm forward"] >= SHARE_OF_COPY, best
-    assert best["norm backward"] >= SHARE_OF_COPY, best
+    chosen = {row["name"]: row["share_of_copy"] for row in reversed(rows)}  # the first of a name; others are swept
+    assert all(chosen[name] >= share for name, share in SHARES_OF_COPY.items()), chosen
