@@ -5,7 +5,8 @@ where it was recorded. nan fails always, on either side.
 
 | metric                   | same fingerprint                  | elsewhere                                        |
 |--------------------------|-----------------------------------|--------------------------------------------------|
-| losses                   | equal to five decimals            | 1e-4 in the first ten steps, then 2e-3, relative |
+| losses                   | equal to five decimals            | 1e-4 in the first ten steps, then 5e-3, relative |
+|                          |                                   | and 2e-3 the mean of these later steps           |
 | losses of routers        | equal to five decimals            | 1e-3 in the first five steps, then 1e-2 the mean |
 | num-zeros                | equal                             | 0.20 relative, a few steps may stray             |
 | mem-...-bytes            | 0.05 relative                     | 0.05 relative                                    |
@@ -17,8 +18,8 @@ choices. Two experts of one token whose scores tie up to rounding are a jump: on
 chosen, and the loss moves by E * (P_a - P_b) / T k, some 2e-3 with the 256 or 512 choices of these cases and
 probabilities a tenth apart. Under torch's kernels for processors without vector units (ATEN_CPU_CAPABILITY=default)
 fp32 runs stay within 1e-5 throughout; bf16 and FP8 runs within 8e-5 in the first five steps, then they stray up to
-2e-2 in single steps and 7e-3 in the mean, while the loss of the model, an average over all tokens, stays within its
-bounds.
+2e-2 in single steps and 7e-3 in the mean, while the loss of the model, an average over all tokens, strays by 3e-3 in
+single steps and 1e-3 in the mean.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import torch
 from tools.run_metrics import Metrics, Series, parse_log, read_tensorboard
 
 DECIMALS = 5
-EARLY_STEPS, EARLY_RTOL, LATE_RTOL = 10, 1e-4, 2e-3
+EARLY_STEPS, EARLY_RTOL, LATE_RTOL, MEAN_RTOL = 10, 1e-4, 5e-3, 2e-3
 FIRST_STEPS, FIRST_RTOL = 5, 1e-3
 ROUTER_RTOL, COUNT_RTOL, MEMORY_RTOL, TIME_RTOL = 1e-2, 0.20, 0.05, 0.05
 SHORT_RUN = 25
@@ -120,6 +121,8 @@ def compare(golden: Metrics, run: Metrics, is_same_fingerprint: bool) -> list[st
         if name.endswith(ROUTER_LOSSES) and not is_same_fingerprint:
             problems += _compare_choices(name, expected, got)
             continue
+        if not is_same_fingerprint and name != "num-zeros" and not name.startswith("mem-"):
+            problems += _compare_means(name, expected, got, EARLY_STEPS, MEAN_RTOL)
         bad = [step for step in sorted(expected) if not _fits(name, step, expected, got, is_same_fingerprint)]
         if len(bad) > _allowed_bad_steps(name, len(expected), is_same_fingerprint):
             step = bad[0]
@@ -163,13 +166,18 @@ def _compare_choices(name: str, expected: Series, got: Series) -> list[str]:
     bad = [step for step in first if not abs(got[step] - expected[step]) <= FIRST_RTOL * abs(expected[step])]
     if bad:
         return [f"{name}: {len(bad)} of the first steps differ: {got[bad[0]]} for {expected[bad[0]]} in step {bad[0]}"]
+    return _compare_means(name, expected, got, FIRST_STEPS, ROUTER_RTOL)
+
+
+def _compare_means(name: str, expected: Series, got: Series, last_early: int, rtol: float) -> list[str]:
+    """Compare the means of the steps behind step `last_early`."""
     want, value = (
-        statistics.mean([loss for step, loss in series.items() if step > FIRST_STEPS] or [0.0])
+        statistics.mean([loss for step, loss in series.items() if step > last_early] or [0.0])
         for series in (expected, got)
     )
-    if abs(value - want) <= ROUTER_RTOL * abs(want):
+    if abs(value - want) <= rtol * abs(want):
         return []
-    return [f"{name}: the mean behind step {FIRST_STEPS} is {value:.5f}, the golden's {want:.5f}"]
+    return [f"{name}: the mean behind step {last_early} is {value:.5f}, the golden's {want:.5f}"]
 
 
 def _compare_times(expected: Series, got: Series) -> list[str]:

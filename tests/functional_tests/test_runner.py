@@ -11,6 +11,9 @@ from tests.functional_tests.golden import collect, compare, compare_ends, write_
 GOLDEN = {"lm loss": dict.fromkeys(range(1, 13), 5.0), "num-zeros": dict.fromkeys(range(1, 13), 100.0)}
 
 
+LATER = {step: 5.0 if step <= 10 else 5.012 for step in range(1, 13)}
+
+
 def changed(metric, step, value):
     return {**GOLDEN, metric: {**GOLDEN[metric], step: value}}
 
@@ -32,8 +35,9 @@ def test_unknown_case_is_answered_with_the_known_ones():
         pytest.param(changed("lm loss", 3, 5.00001), True, False, id="fifth-decimal-same-machine"),
         pytest.param(changed("lm loss", 3, 5.00001), False, True, id="fifth-decimal-other-machine"),
         pytest.param(changed("lm loss", 10, 5.001), False, False, id="early-beyond-1e-4"),
-        pytest.param(changed("lm loss", 11, 5.001), False, True, id="late-within-2e-3"),
-        pytest.param(changed("lm loss", 11, 5.02), False, False, id="late-beyond-2e-3"),
+        pytest.param(changed("lm loss", 11, 5.009), False, True, id="late-within-5e-3"),
+        pytest.param(changed("lm loss", 11, 5.03), False, False, id="late-beyond-5e-3"),
+        pytest.param({**GOLDEN, "lm loss": LATER}, False, False, id="late-mean-beyond-2e-3"),
         pytest.param(changed("lm loss", 3, math.nan), False, False, id="nan"),
         pytest.param(changed("num-zeros", 3, 119.0), False, True, id="count-within-a-fifth"),
         pytest.param(changed("num-zeros", 3, 200.0), False, True, id="one-stray-count-other-machine"),
