@@ -12,6 +12,8 @@ TINY = (
     "--moe-token-dispatcher-type alltoall --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-aux-loss-coeff 0.01 --log-state-hash --log-num-zeros-in-grad "
 )
+FEW_DOCUMENTS = 200
+"""As made-up data: the order of the samples of more takes longer than the steps."""
 
 
 @pytest.fixture
@@ -31,13 +33,16 @@ def fresh_program():
 
 
 @pytest.fixture
-def start(fresh_program, capfd):
+def start(fresh_program, capfd, monkeypatch):
     """Train a tiny mixture: the run and its log; `is_captured` replays steps through the stand-in for a capture."""
+    from megatron.core.datasets import mock_gpt
     from megatron.core.full_iteration_graph.checks import CheckedRecording
     from megatron.training import training
     from megatron.training.guarded_steps import GuardedSteps, build_guarded_steps
     from tests.common.mutants import replaced
     from tests.common.training_runs import train
+
+    monkeypatch.setattr(mock_gpt, "NUM_DOCUMENTS", FEW_DOCUMENTS)
 
     def run(flags, is_captured=False, **options):
         def build(run):

@@ -19,20 +19,36 @@ from tools.run_metrics import parse_log, parse_state_hashes
 LENGTH = "--train-iters 6 --global-batch-size 2 --eval-interval 3 --eval-iters 2 "
 
 
-def test_captured_steps_and_repeated_ones_train_as_eager_ones(start):
-    _, eager = start(LENGTH)
-    captured, log = start(LENGTH, is_captured=True)
+def test_captured_steps_train_as_eager_ones(start):
+    flags = "--train-iters 4 --global-batch-size 2 --eval-interval 2 --eval-iters 1 --cuda-graph-warmup-steps 2 "
+    _, eager = start(flags)
+    captured, log = start(flags, is_captured=True)
     assert_same_run(eager, log)
     assert captured.counters["graph captures"] == 2
-    assert captured.counters["graph replays"] == 10
+    assert captured.counters["graph replays"] == 5
     assert graph_state.num_graphs() == 0
+
+
+def assert_every_step_is_repeated(start, flags, num_overflows):
+    """With two budgets that are too small the run is that without one."""
+    _, eager = start(flags)
     budgets = "--moe-expert-rank-capacity-factor 0.5 --moe-rank-capacity-tiers 0.7 "
-    repeated, log = start(LENGTH + budgets, is_captured=True)
+    repeated, log = start(flags + budgets, is_captured=True)
     assert_same_run(eager, log)
-    assert repeated.counters["row overflows"] == repeated.counters["re-runs"] == 28
+    assert repeated.counters["row overflows"] == repeated.counters["re-runs"] == num_overflows
     assert set(parse_log(log)["row overflows"].values()) == {2.0}
     assert parse_log(log)["row head room (%)"][1] == -100.0
     assert "--moe-expert-rank-capacity-factor 1.05 holds it" in log
+
+
+def test_repeated_steps_train_as_eager_ones(start):
+    flags = "--train-iters 3 --global-batch-size 1 --eval-interval 3 --eval-iters 1 --cuda-graph-warmup-steps 2 "
+    assert_every_step_is_repeated(start, flags, 2 * (3 + 3))
+
+
+@pytest.mark.full
+def test_repeated_replays_train_as_eager_ones(start):
+    assert_every_step_is_repeated(start, LENGTH, 28)
 
 
 def test_budget_that_holds_repeats_nothing(start):
