@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.exact_buffers import ExactBuffersModule
@@ -73,6 +72,9 @@ class MoEMetrics:
         chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
         self.config = _find_config(chunks)
         self.layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LayerMetrics)]
+        tensors = (tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
+        self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        """That of the model, on a rank without MoE layers too: the ranks' tables meet in one collective."""
 
     @torch.no_grad()
     def reduce_and_reset(
@@ -95,8 +97,8 @@ class MoEMetrics:
         Collective over PP and TPxDPxCP; nothing, [0], for a dense model. Host: no synchronisation. Graph: capturable.
         """
         if self.config is None or not self.config.num_moe_experts:
-            return torch.zeros(0, device=_group_device(groups))
-        table = self._local_table(groups)
+            return torch.zeros(0, device=self.device)
+        table = self._local_table()
         for group in (groups.pp, groups.tp_dp_cp):
             all_reduce(table, group)
         return table.flatten()
@@ -112,12 +114,11 @@ class MoEMetrics:
         table = [list(sums[i * num_columns : (i + 1) * num_columns]) for i in range(len(_FIGURES))]
         return self._summarise(table, num_microbatches, groups)
 
-    def _local_table(self, groups: ProcessGroupCollection) -> torch.Tensor:
+    def _local_table(self) -> torch.Tensor:
         """fp32 [figures, layers] on the device of the model."""
         assert self.config is not None, "a table needs the configuration of the model"
-        device = self.layers[0].sums.device if self.layers else _group_device(groups)
         num_columns = max(self.config.num_layers, *(layer.layer_number for layer in self.layers), 1)
-        table = torch.zeros(len(_FIGURES), num_columns, device=device)
+        table = torch.zeros(len(_FIGURES), num_columns, device=self.device)
         for layer in self.layers:
             table[:, layer.layer_number - 1] += layer.sums
         return table
@@ -157,11 +158,3 @@ def _find_config(chunks: list[torch.nn.Module]) -> Any:
     """The model configuration, taken from the first module that carries one."""
     configs = (getattr(module, "config", None) for chunk in chunks for module in chunk.modules())
     return next((config for config in configs if hasattr(config, "num_moe_experts")), None)
-
-
-def _group_device(groups: ProcessGroupCollection) -> torch.device:
-    """Where a rank without MoE layers puts its table: the accelerator if the groups communicate through NCCL."""
-    known = [group for group in (groups.tp_dp_cp, groups.pp) if group is not None]
-    if known and dist.get_backend(known[0]) == dist.Backend.NCCL:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

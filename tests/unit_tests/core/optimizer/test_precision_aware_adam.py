@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, precision_aware_adam
 from megatron.core.optimizer.precision_aware_adam import PrecisionAwareAdam
 
 
@@ -20,6 +21,35 @@ def one_step(moment, grad):
     param.decoupled_grad = grad
     optimizer.step()
     return param, optimizer.state[param]
+
+
+class HostReads(TorchDispatchMode):
+    """How often a number is read from a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_steps_beside_the_kernel_are_counted_without_a_host_read(monkeypatch):
+    monkeypatch.setattr(precision_aware_adam, "has_adam_kernel", lambda tensors: True)
+    monkeypatch.setattr(precision_aware_adam, "adam_step", lambda *args: None)
+    param = torch.nn.Parameter(torch.ones(1))
+    optimizer = PrecisionAwareAdam(
+        [{"params": [param], "lr": torch.tensor(0.5), "weight_decay": 0.0}], (0.9, 0.99), 1e-8, True
+    )
+    optimizer.state[param] = {"step": torch.zeros(()), "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)}
+    param.decoupled_grad = torch.ones(1)
+    for raised, steps in ((0.0, 1.0), (1.0, 1.0), (0.0, 2.0)):
+        optimizer.found_inf = torch.tensor(raised)
+        with HostReads() as reads:
+            optimizer.step()
+        assert reads.count == 0
+        assert optimizer.state[param]["step"].item() == steps
 
 
 def test_first_step_moves_by_the_rate_and_rounds_the_moments():

@@ -77,6 +77,13 @@ def test_stages_without_moe_layers_take_part(pool, moe_rank):
     assert pool.run(on_a_stage, moe_rank, deadline_s=20.0) == [{"load_balancing_loss": 2.0}] * 2
 
 
+def test_table_lies_where_the_model_does():
+    """Without MoE layers too, whatever the groups' backends are: gloo and NCCL would wait for each other for ever."""
+    chunk = model([], ProcessGroupCollection())
+    chunk.dense = torch.nn.Linear(1, 1, device="meta")
+    assert MoEMetrics(chunk).reduce(ProcessGroupCollection()).device.type == "meta"
+
+
 def on_a_replica(kind):
     """Two data-parallel replicas with the same values on both."""
     world = dist.group.WORLD
