@@ -12,6 +12,7 @@ from megatron.core.configs.base import ConfigTopic, Violation, violation
 from megatron.core.configs.compat import judge as judge_rules
 from megatron.core.configs.transformer import TransformerConfig
 from megatron.core.errors import ConfigError
+from megatron.core.fp8.recipes import recipe_spec
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator, build_batch_size_law
 from megatron.core.pipeline_parallel.actions import PlanShape
 from megatron.core.pipeline_parallel.plans.interleaved import check_groups
@@ -286,6 +287,9 @@ def add_notices(args: argparse.Namespace, given: GivenArguments) -> None:
     given.notices.extend(idle_notices(args, given))
     if args.num_experts and (args.moe_router_force_load_balancing or args.moe_router_force_biased is not None):
         given.notices.append("forced routing is for benchmarks: the model does not learn to route")
+    has_own_experts = args.fp8 and args.num_experts and args.transformer_impl == "local"
+    if has_own_experts and not recipe_spec(args.fp8_recipe).covers_experts:
+        given.notices.append(f"--fp8-recipe {args.fp8_recipe}: covers dense layers; routed experts stay in bf16")
     kept = [f"{name}={value}" for name, value in SURPRISES.items() if name not in given.spellings]
     if not args.num_experts:
         kept = [text for text in kept if not text.startswith("moe_")]

@@ -22,7 +22,7 @@ class Fp8Config(ConfigTopic):
     """Compute linear layers in FP8: e4m3 everywhere, or with gradients in e5m2 (hybrid)."""
 
     fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise"] = "delayed"
-    """What shares a scale, and from which amax it comes."""
+    """What shares a scale, and from which amax it comes; local experts stay in bf16 with blockwise."""
 
     fp8_margin: int = 0
     """Delayed scaling leaves 2^margin of the range unused."""

@@ -3,6 +3,7 @@
 import copy
 
 from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.fp8.recipes import recipe_spec
 
 
 def is_fp8_layer(config: TransformerConfig, layer_number: int) -> bool:
@@ -15,8 +16,15 @@ def is_fp8_layer(config: TransformerConfig, layer_number: int) -> bool:
 
 def config_of_layer(config: TransformerConfig, layer_number: int) -> TransformerConfig:
     """Return the configuration as the modules of this layer read it: without FP8 where the layer has none."""
-    if config.fp8 is None or is_fp8_layer(config, layer_number):
-        return config
+    return config if config.fp8 is None or is_fp8_layer(config, layer_number) else _without_fp8(config)
+
+
+def config_of_experts(config: TransformerConfig) -> TransformerConfig:
+    """Return the configuration as routed experts read it: without FP8 where the recipe does not cover them."""
+    return config if config.fp8 is None or recipe_spec(config.fp8_recipe).covers_experts else _without_fp8(config)
+
+
+def _without_fp8(config: TransformerConfig) -> TransformerConfig:
     without = copy.copy(config)
     without.fp8 = None
     return without

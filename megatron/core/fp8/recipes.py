@@ -13,6 +13,9 @@ up to blocks of 128, so an operand that enters two products may need two copies:
     rowwise     row / column         row / column          two, each scaled along its own sum
     blockwise   1 x 128              128 x 128             X and dY two, W one (a square block serves both)
 
+Blockwise scaling covers dense layers only, shared experts among them: grouped products that apply a scale to each 128
+products take about as long as bf16's, or longer.
+
 Forward operands are e4m3. Gradients are e5m2 under `hybrid`, which has the wider range, else e4m3.
 
 To add one: a row in `RECIPES`.
@@ -56,6 +59,9 @@ class Fp8RecipeSpec:
     uses_history: bool = False
     """Scales come from amaxes of earlier steps, which are state: saved, reduced over ranks, advanced once a step."""
 
+    covers_experts: bool = True
+    """Experts are in FP8 as well. Not where their products would take longer than bf16's."""
+
     min_capability: tuple[int, int] = (9, 0)
     """Compute capability of the first GPU that has it."""
 
@@ -66,7 +72,14 @@ RECIPES = {
         Fp8RecipeSpec("delayed", Scaling.TENSOR, row_multiple=16, uses_history=True),
         Fp8RecipeSpec("tensorwise", Scaling.TENSOR, row_multiple=16),
         Fp8RecipeSpec("rowwise", Scaling.ROW, row_multiple=16),
-        Fp8RecipeSpec("blockwise", Scaling.BLOCK, 128, activation_block=(1, 128), weight_block=(128, 128)),
+        Fp8RecipeSpec(
+            "blockwise",
+            Scaling.BLOCK,
+            row_multiple=128,
+            activation_block=(1, 128),
+            weight_block=(128, 128),
+            covers_experts=False,
+        ),
     )
 }
 

@@ -375,6 +375,14 @@ def test_settings_of_a_feature_that_is_off_are_announced(caplog):
     assert not any(line.startswith("--fp8-recipe") for line in caplog.messages)
 
 
+def test_a_recipe_that_leaves_experts_in_bf16_is_announced(caplog):
+    line = "--fp8-recipe blockwise: covers dense layers; routed experts stay in bf16"
+    for flags, is_told in (("--num-experts 4 --fp8-recipe blockwise", True), ("--num-experts 4", False), ("", False)):
+        caplog.clear()
+        parse(f"{TINY} --fp8-format e4m3 {flags}")
+        assert (line in caplog.messages) is is_told
+
+
 def test_every_flag_about_experts_is_announced_in_a_dense_model(caplog):
     known = build_parser().specs
     specs = [known[spec.spellings[0]] for spec in flag_specs(MoEConfig) if spec.dest != "num_experts"]

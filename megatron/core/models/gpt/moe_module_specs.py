@@ -19,4 +19,4 @@ def get_moe_module_spec(backend: BackendSpecProvider | None = None, moe_grouped_
     else:
         experts = ModuleSpec(SequentialMLP, submodules=dense)
     shared = ModuleSpec(SharedExpertMLP, submodules=dense)
-    return ModuleSpec(MoELayer, submodules=MoESubmodules(experts, shared))
+    return ModuleSpec(MoELayer, submodules=MoESubmodules(experts, shared, grouped is not None))

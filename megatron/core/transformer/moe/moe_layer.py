@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron.core.configs.transformer import TransformerConfig
+from megatron.core.fp8.layer_choice import config_of_experts
 from megatron.core.module_api.module import MegatronModule
 from megatron.core.module_api.spec_utils import build_module
 from megatron.core.pipeline_parallel.overlap.protocol import SavedInput, SavedRouting, Stage
@@ -38,6 +39,9 @@ class MoESubmodules:
 
     shared_experts: Any = None
     """Shared experts, built only if the configuration has any."""
+
+    has_own_recipes: bool = False
+    """The experts are another library's, which has kernels for every FP8 recipe that it offers."""
 
 
 class MoELayer(MegatronModule):
@@ -63,10 +67,11 @@ class MoELayer(MegatronModule):
         self.layer_number = layer_number
         self.sequence_group = groups.tp if config.sequence_parallel else None
         self.router = TopKRouter(config, pg_collection=groups, layer_number=layer_number)
-        self.token_dispatcher = build_dispatcher(config, groups)
+        expert_config = config if specs.has_own_recipes else config_of_experts(config)
+        self.token_dispatcher = build_dispatcher(expert_config, groups)
         experts = specs.experts or (GroupedMLP if config.moe_grouped_gemm else SequentialMLP)
         num_local_experts = self.token_dispatcher.num_local_experts
-        self.experts = build_module(experts, num_local_experts, config, pg_collection=groups)
+        self.experts = build_module(experts, num_local_experts, expert_config, pg_collection=groups)
         self.experts.given_row_multiple = self.token_dispatcher.row_multiple
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size:

@@ -27,7 +27,7 @@ def seed_of(name):
 
 def results(recipe, **fields):
     """Output, input gradient, weight gradients and amaxes of one layer on one rank."""
-    config = moe_config(**SIZES, params_dtype=torch.float32, fp8="hybrid", fp8_recipe=recipe, **fields)
+    config = moe_config(**SIZES, params_dtype=torch.float32, fp8_recipe=recipe, **{"fp8": "hybrid"} | fields)
     layer = MoELayer(config)
     with torch.no_grad():
         for name, param in layer.named_parameters():
@@ -49,13 +49,19 @@ def test_rows_padded_by_the_dispatch_equal_rows_padded_by_the_experts(recipe, di
         torch.testing.assert_close(padded_there[name], want, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("fields", [{}, {"moe_grouped_gemm": True}, {"moe_token_dispatcher_type": "flex"}], ids=str)
+def test_experts_of_a_recipe_for_dense_layers_have_the_bits_of_a_layer_without_fp8(fields):
+    found, plain = results("blockwise", **fields), results("blockwise", **fields | {"fp8": None})
+    assert [name for name, want in plain.items() if not torch.equal(found[name], want)] == []
+
+
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_output_of_grouped_experts_equals_that_of_experts_in_sequence(recipe):
     grouped, single = (results(recipe, moe_grouped_gemm=is_grouped) for is_grouped in (True, False))
     torch.testing.assert_close(grouped["hidden"], single["hidden"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [name for name, spec in RECIPES.items() if spec.covers_experts])
 def test_both_products_and_swiglu_as_one_step_have_the_bits_of_three(recipe):
     calls = []
     with replaced(grouped_mlp, "fp8_swiglu_experts", lambda *args: calls.append(1) or fp8_swiglu_experts(*args)):
