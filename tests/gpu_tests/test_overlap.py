@@ -113,7 +113,7 @@ def test_room_for_the_exchange_changes_no_bit():
         model.config.moe_flex_dispatcher_num_sms = num_sms
         with replaced(torch, "_grouped_mm", noted):
             assert_equal_bits(plain, run_microbatches(model, delays_wgrad=True, lengths=[MAX_LENGTH] * 3))
-        assert set(seen) == {num_sms}
+        assert set(seen) == {None, num_sms}  # what runs alone has the whole device
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward", "weight_grads"])

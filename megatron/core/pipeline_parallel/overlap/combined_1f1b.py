@@ -90,6 +90,9 @@ def _run_layers(forward: ChunkPlan | None, i: int, backward: ChunkPlan | None, j
     """Interleave forward layer `i` with backward layer `j`; stages that a layer does not have are left out."""
     f = None if forward is None else forward.enter_layer(i)
     b = None if backward is None else backward.enter_layer(j)
+    for layer, other in ((f, b), (b, f)):
+        if layer is not None:
+            layer.is_beside_exchange = other is not None and Stage.DISPATCH in other.stages
     settings = (forward or backward).settings  # type: ignore[union-attr]
     for kind, stage in early_release(PAIR_ORDER) if settings.releases_attention_early else PAIR_ORDER:
         _run_step(kind, stage, f if kind == "f" else b)

@@ -85,6 +85,8 @@ class LayerPlan:
         leaves_wgrads: bool = False,
     ) -> None:
         self.call, self.name, self.settings, self.leaves_wgrads = call, name, settings, leaves_wgrads
+        self.is_beside_exchange = False
+        """The layer of another microbatch that runs beside this one has an exchange; set by the schedule."""
         self.stages = EXCHANGE_STAGES if layer.has_exchange else DENSE_STAGES
         self.recomputed: tuple[Stage, ...] = ()
         if is_recomputed:
@@ -152,8 +154,10 @@ class LayerPlan:
         self._count(stage)
 
     def _beside_exchange(self, stage: Stage) -> AbstractContextManager[None]:
-        """Leave room on a device: its experts run beside the exchange of another microbatch."""
-        is_shared = stage is Stage.EXPERTS and streams.native_stream(Role.COMPUTE) is not None
+        """Leave room on a device if these are experts beside the exchange of another microbatch."""
+        is_shared = (
+            stage is Stage.EXPERTS and self.is_beside_exchange and streams.native_stream(Role.COMPUTE) is not None
+        )
         return leaving_sms_free(self.settings.num_comm_sms if is_shared else 0)
 
     def _count(self, stage: Stage) -> None:

@@ -1,4 +1,4 @@
-"""Room on the device for the exchange: products of the experts leave it, all others do not."""
+"""Room on the device for the exchange: products of the experts beside one leave it, all others do not."""
 
 from collections import defaultdict
 from contextlib import ExitStack
@@ -14,15 +14,16 @@ from tests.common.overlapped_model import overlapped_model, run_microbatches
 reserved = torch._C._get_sm_carveout_experimental
 
 
-def reserved_by_stage(has_device):
-    """What is reserved while a stage runs, by the kind of its run and its name."""
-    seen, model = defaultdict(set), overlapped_model(moe_flex_dispatcher_num_sms=8)
+def reserved_by_stage(has_device, **fields):
+    """What is reserved while a stage runs, by the kind of its run, microbatch and name."""
+    seen, model = defaultdict(set), overlapped_model(moe_flex_dispatcher_num_sms=8, **fields)
     with ExitStack() as stack:
         for kind in ("forward", "backward", "weight_grads"):
             plain = getattr(StageNode, kind)
 
             def noted(self, *args, _kind=kind, _plain=plain, **options):
-                seen[_kind, self.name.split()[-1]].add(reserved())
+                words = self.name.split()
+                seen[_kind, int(words[0].split(".")[1]), words[-1]].add(reserved())
                 return _plain(self, *args, **options)
 
             stack.enter_context(replaced(StageNode, kind, noted))
@@ -33,11 +34,21 @@ def reserved_by_stage(has_device):
     return seen
 
 
-@pytest.mark.parametrize(("has_device", "expected"), [(True, {8}), (False, {None})])
-def test_experts_and_nothing_else_leave_room_on_a_device(has_device, expected):
+@pytest.mark.parametrize(("has_device", "room"), [(True, 8), (False, None)])
+def test_experts_beside_an_exchange_and_nothing_else_leave_room_on_a_device(has_device, room):
     seen = reserved_by_stage(has_device)
-    experts = {key for key in seen if key[1] == "experts"}
-    assert experts == {("forward", "experts"), ("backward", "experts"), ("weight_grads", "experts")}
-    assert all(seen[key] == expected for key in experts)
+    last = max(microbatch for _, microbatch, _ in seen)
+    experts = {key for key in seen if key[2] == "experts"}
+    assert {kind for kind, _, _ in experts} == {"forward", "backward", "weight_grads"}
+    # The first forward and the last backward have no other microbatch beside them.
+    alone = {("forward", 0, "experts"), ("backward", last, "experts"), ("weight_grads", last, "experts")}
+    assert alone < experts
+    assert all(seen[key] == {None if key in alone else room} for key in experts)
     assert all(values == {None} for key, values in seen.items() if key not in experts)
     assert reserved() is None
+
+
+def test_experts_beside_a_dense_layer_leave_no_room():
+    seen = reserved_by_stage(True, num_layers=2, moe_layer_freq=[1, 0])
+    assert {key for key in seen if key[2] == "experts"}
+    assert all(values == {None} for values in seen.values())
