@@ -12,10 +12,10 @@ Rows are written one by one to step-<slice>-<gpus>gpu.json in docs/evidence/benc
 from before: raw times, losses, overflows, peak memory, clocks, commit, and what the result depends on.
 
 A row counts if its losses are finite and no timed step was repeated; of `overflow` all were, from one capture. Its
-losses are compared with those of a row with the same extra flags and as many steps, since the learning rate follows
-their number: in FP8 the same variant in bf16, else the eager run, else the captured one. The mean difference may be 1 %
-of the mean loss in FP8; in bf16 the difference may be 1 % in every step. The verdict names the row, or that there is
-none.
+losses are compared with those of a row with the same extra flags, as far as both went (a slice names the steps over
+which its learning rate falls, so that a shorter run begins alike): in FP8 the same variant in bf16, else the eager run,
+else the captured one. In FP8 the mean difference may be 1 % of the mean loss, in bf16 the difference 1 % in every
+step. The verdict names the row, or says that there is none.
 """
 
 from __future__ import annotations
@@ -112,9 +112,7 @@ def reference_of(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, A
     found = {
         old["variant"]: old
         for old in rows
-        if old["precision"] == BASELINE
-        and old["flags"] == row["flags"]
-        and len(old.get("losses", ())) == len(row["losses"])
+        if old["precision"] == BASELINE and old["flags"] == row["flags"] and "losses" in old
     }
     wanted = [row["variant"], REFERENCE, "graph"]
     if row["precision"] == BASELINE:
@@ -128,10 +126,10 @@ def difference(losses: list[float], others: list[float], precision: str) -> floa
     In bf16 the largest relative difference of a step. Rounding to FP8 moves a curve to and fro, and where a loss falls
     by a tenth in one step that is percents of it; there it is the sum of all differences over the sum of the losses.
     """
-    apart = [abs(a - b) for a, b in zip(losses, others, strict=True)]
+    pairs = list(zip(losses, others, strict=False))
     if precision == BASELINE:
-        return max(one / abs(b) for one, b in zip(apart, others, strict=True))
-    return sum(apart) / sum(others)
+        return max(abs(a - b) / abs(b) for a, b in pairs)
+    return sum(abs(a - b) for a, b in pairs) / sum(b for _, b in pairs)
 
 
 def judge(row: dict[str, Any], reference: dict[str, Any] | None) -> str:

@@ -59,6 +59,8 @@ def test_row_counts_only_if_it_is_honest(log, verdict, precision):
         ([4.0, 2.0, 1.02], "bf16", 0.02),
         ([4.0, 2.0, 1.02], "fp8", 0.02 / 7),
         ([4.04, 1.98, 1.01], "fp8", 0.01),
+        ([4.08, 2.0], "bf16", 0.02),
+        ([4.08, 2.0], "fp8", 0.08 / 6),
     ],
 )
 def test_fp8_is_judged_by_the_whole_curve_and_bf16_by_every_step(losses, precision, off):
@@ -74,7 +76,7 @@ def row_like(row, variant, num_steps=3, **changes):
     [
         pytest.param(row_like(FP8, "graph"), [row_like(BF16, "eager"), row_like(BF16, "graph")], 1, id="fp8-variant"),
         pytest.param(row_like(FP8, "graph"), [row_like(FP8, "graph"), row_like(BF16, "eager")], 1, id="fp8-eager"),
-        pytest.param(row_like(FP8, "graph"), [row_like(BF16, "graph", 2)], None, id="other-number-of-steps"),
+        pytest.param(row_like(BF16, "overflow", 2), [row_like(BF16, "graph")], 0, id="fewer-steps"),
         pytest.param(row_like(FP8, "graph"), [row_like(BF16, "graph", flags="--lr 1")], None, id="other-flags"),
         pytest.param(row_like(FP8, "graph"), [{**BF16, "exit_code": 1}], None, id="failed"),
         pytest.param(row_like(BF16, "graph"), [row_like(BF16, "graph"), row_like(BF16, "eager")], 1, id="eager"),

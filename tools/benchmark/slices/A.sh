@@ -15,6 +15,6 @@ exec "${PYTHON:-python3}" "${launcher[@]}" pretrain_gpt.py --device cuda --init-
   --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001 --moe-router-force-load-balancing \
   --moe-grouped-gemm --moe-router-fusion --moe-permute-fusion --moe-token-dispatcher-type alltoall \
   --expert-model-parallel-size "$GPUS" --micro-batch-size 4 --global-batch-size 32 --train-iters 23 \
-  --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 \
+  --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-decay-iters 23 --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 \
   --use-distributed-optimizer --cuda-graph-warmup-steps 2 --tokenizer-type NullTokenizer --vocab-size 38015 \
   --mock-data --num-workers 2 --eval-iters 0 --log-interval 1 --log-throughput "$@"
