@@ -104,7 +104,9 @@ def test_run_under_the_profiler_is_reported(start, tmp_path):
     assert set(kinds) == {"dispatch", "combine", "all"}
     for time_ms, share in kinds.values():
         assert float(time_ms) > 0
-        assert 100 * LEAST_HIDDEN <= float(share.rstrip("%")) <= 100
+        assert 0 <= float(share.rstrip("%")) <= 100
+    # of all: a profiler slows the host, so that the short stages of one kind may find nothing to run beside
+    assert float(kinds["all"][1].rstrip("%")) >= 100 * LEAST_HIDDEN
     kernels = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "kernel"]
     named = {name: {k["tid"] for k in kernels if k["name"] == name} for name in SYMMETRIC_KERNELS}
     (comm,) = set().union(*named.values())

@@ -82,7 +82,7 @@ def swiglu_codes(
     given = with_amax(given, mode, forward_amax_kernel, (x, probs), ends, (num_rows, width))
     raw = new_codes(torch.Size((1, num_rows, width)), x.device, mode, by_row=True, by_column=by_column)
     cut = cut or FORWARD_CUTS[mode]
-    _declare("fp8 swiglu", (x, probs), given, ends, raw)
+    streams.declare("fp8 swiglu", *_touched((x, probs), given, ends, raw))
     _forward_kernel[_grid(num_rows, width, cut)](
         x,
         probs,
@@ -117,7 +117,7 @@ def swiglu_gradient_codes(
     parts = None
     if probs is not None:
         parts = torch.empty(-(-width // cut.columns), num_rows, dtype=torch.float32, device=x.device)
-    _declare("fp8 swiglu backward", operands, given, ends, raw, parts)
+    streams.declare("fp8 swiglu backward", *_touched(operands, given, ends, raw, parts))
     _backward_kernel[_grid(num_rows, width, cut)](
         *operands,
         parts,
@@ -136,17 +136,16 @@ def _grid(num_rows: int, width: int, cut: CastCut) -> tuple[int]:
     return (-(-num_rows // (cut.high * cut.low)) * -(-width // cut.columns),)
 
 
-def _declare(
-    name: str,
+def _touched(
     operands: tuple[torch.Tensor | None, ...],
     given: Given,
     ends: torch.Tensor,
     raw: Codes,
     parts: torch.Tensor | None = None,
-) -> None:
-    """Say what a kernel reads and writes: operands [R, ...], ends int32 [E], parts of d p [tiles, R]."""
+) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor | None, ...]]:
+    """What a kernel reads and what it writes: operands [R, ...], ends int32 [E], parts of d p [tiles, R]."""
     outputs = (raw.rows, raw.columns, raw.row_scale, raw.column_scale, given.noted, parts)
-    streams.declare(name, (*operands, ends, given.amax, given.past, given.noted), outputs)
+    return (*operands, ends, given.amax, given.past, given.noted), outputs
 
 
 def _operands(raw: Codes, given: Given, ends: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
