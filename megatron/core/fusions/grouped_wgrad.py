@@ -15,7 +15,8 @@ All programs would add at once and multiply at once, so that memory and tensor c
 at different times. Group ends are read on the device. An expert without rows costs a block of zeros, and its tiles are
 not touched. Rows are summed in order: of the configuration, the result depends on the size of a block alone.
 
-This form defines the sums, and runs where `ring_wgrad`, which is faster and has its bits, cannot.
+This form defines the sums. `ring_wgrad` has its bits, and takes its place where it can run and is faster: unless both
+sides of an expert are wide.
 
 Legend: R rows, n experts, out and in features.
 """
@@ -36,6 +37,8 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _NS_PER_PRODUCT, _NS_PER_SUM = 0.4e-3, 0.12
 """What an SM takes for an element of a tile: a row's product, and the addition to memory."""
 _TURNS = 8
+_WIDE = 4096
+"""From this width of the narrower side on, this form is as fast as the ring or faster."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,10 @@ def grouped_wgrad(
     Graph: capturable.
     Dtype: operands bf16 or fp16, main_grad any float; sums in fp32, one rounding at the end.
     """
-    if config is None and can_run_ring(main_grad):
+    num_experts, out_features, in_features = main_grad.shape
+    if config is None and min(out_features, in_features) < _WIDE and can_run_ring(main_grad):
         ring_wgrad(main_grad, Operand(grad), Operand(rows), ends, num_free_sms(grad.device))
         return
-    num_experts, out_features, in_features = main_grad.shape
     cut = config_for(out_features, in_features) if config is None else config
     assert main_grad.stride(1) == in_features, f"rows of {in_features} lie {main_grad.stride(1)} apart"
     interpreted = is_interpreted()
