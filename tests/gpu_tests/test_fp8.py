@@ -97,7 +97,7 @@ LARGE = (640, 0, 384, 1024, 128, 2176)
 
 SWIGLU_CASES = [
     swiglu.Case(name, width, counts, bad, past, has_probs=bad is not None or width > 128)
-    for name, past in (("delayed", 0.0), ("delayed", 3.0), ("tensorwise", None), ("rowwise", None), ("blockwise", None))
+    for name, past in (("delayed", 0.0), ("delayed", 3.0), ("tensorwise", None), ("rowwise", None))
     for width, counts, bad in ((128, COUNTS[0], None), (128, COUNTS[0], -math.inf), (768, LARGE, None))
 ]
 

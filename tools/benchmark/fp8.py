@@ -31,7 +31,7 @@ from megatron.core.fp8.quantize import AmaxHistory
 from megatron.core.fp8.recipes import RECIPES, Scaling
 from megatron.core.fusions.fp8_grouped_gemm import Cut, ScaledCodes, grouped_rows_product, grouped_wgrad_product
 from megatron.core.fusions.fp8_quantize import CastCut, Given, Mode, cast
-from megatron.core.fusions.fp8_swiglu import BACKWARD_CUTS, swiglu_codes, swiglu_gradient_codes
+from megatron.core.fusions.fp8_swiglu import swiglu_codes, swiglu_gradient_codes
 from megatron.core.fusions.fused_swiglu import kernel_swiglu, kernel_swiglu_backward
 from tools.benchmark.grouped_gemm import SHAPES, Shape, group_sizes, operands, runs, sleep, time_in_turn
 from tools.benchmark.result import ROOT, write_result
@@ -64,16 +64,13 @@ CAST_CUTS = {
         CastCut(high=16, low=8),
     ),
 }
-SWIGLU_CUTS = {
-    Mode.MATRIX: (
-        CastCut(high=16, num_warps=4),
-        CastCut(high=16, columns=64, num_warps=4, max_registers=None),
-        CastCut(high=8, num_warps=4, max_registers=None),
-        CastCut(high=8, columns=64, num_warps=2, max_registers=None),
-        CastCut(high=16, columns=64, num_warps=8, max_registers=None),
-    ),
-    Mode.STRIPS: (CastCut(max_registers=None), CastCut()),
-}
+SWIGLU_CUTS = (
+    CastCut(high=16, num_warps=4),
+    CastCut(high=16, columns=64, num_warps=4, max_registers=None),
+    CastCut(high=8, num_warps=4, max_registers=None),
+    CastCut(high=8, columns=64, num_warps=2, max_registers=None),
+    CastCut(high=16, columns=64, num_warps=8, max_registers=None),
+)
 SWIGLU_SIZE = (131072, 768)
 """Rows and inner width: slice A."""
 ONE_GPU = Shape("A fc1 one GPU", 131072, 2048, 1536, 128)
@@ -256,34 +253,27 @@ def time_casts() -> dict[str, Any]:
 
 
 def time_swiglu() -> dict[str, Any]:
-    """{size: {direction mode cut: ...}}: SwiGLU and its gradient as codes with every cut, and as two steps."""
+    """{size: {direction cut: ...}}: SwiGLU and its gradient as codes with every cut, and as two steps."""
     rows, width = SWIGLU_SIZE
     x, grad, probs = matrix(rows, 2 * width), matrix(rows, width), torch.rand(rows, device="cuda")
-    ends = ends_of(rows)
-    calls: dict[str, Callable[[], Any]] = {"copy": partial(torch.empty_like(x).copy_, x)}
-    moved: dict[str, float] = {"copy": 4 * x.numel()}
-    for mode, recipe in ((Mode.MATRIX, RECIPES["delayed"]), (Mode.STRIPS, RECIPES["blockwise"])):
-        known = history() if recipe.uses_history else None
-        given = Given() if known is None else Given(past=known.past, noted=known.noted)
-        forward, backward = partial(swiglu_codes, x, probs), partial(swiglu_gradient_codes, (grad, x, probs))
-        found: dict[str, Callable[[], Any]] = {
-            "forward two steps": lambda recipe=recipe, known=known: quantize_activation(
-                kernel_swiglu(x, None, probs), recipe, E4M3, ends, known
-            ),
-            "backward two steps": lambda recipe=recipe, known=known: quantize_activation(
-                kernel_swiglu_backward(grad, x, None, probs)[0], recipe, E4M3, ends, known
-            ),
-        }
-        for cut in SWIGLU_CUTS[mode]:
-            found[f"forward {cut}"] = partial(forward, E4M3, mode, given, ends, cut=cut)
-            if mode in BACKWARD_CUTS:
-                found[f"backward {cut}"] = partial(backward, E4M3, mode, given, ends, cut=cut)
-        for name, call in found.items():
-            if runs(name, call):
-                title = f"{mode.name} {name}"
-                calls[title], moved[title] = call, (6 if name.startswith("forward") else 10) * grad.numel()
-    timed = time_replayed(calls, moved, f"{rows}x{width}")
-    return {f"{rows}x{width}": dict(sorted(timed.items(), key=lambda item: (item[0][:12], item[1]["ms"])))}
+    ends, recipe, known = ends_of(rows), RECIPES["delayed"], history()
+    given = Given(past=known.past, noted=known.noted)
+    calls: dict[str, Callable[[], Any]] = {
+        "copy": partial(torch.empty_like(x).copy_, x),
+        "forward two steps": lambda: quantize_activation(kernel_swiglu(x, None, probs), recipe, E4M3, ends, known),
+        "backward two steps": lambda: quantize_activation(
+            kernel_swiglu_backward(grad, x, None, probs)[0], recipe, E4M3, ends, known
+        ),
+    }
+    for cut in SWIGLU_CUTS:
+        calls[f"forward {cut}"] = partial(swiglu_codes, x, probs, E4M3, Mode.MATRIX, given, ends, cut=cut)
+        calls[f"backward {cut}"] = partial(
+            swiglu_gradient_codes, (grad, x, probs), E4M3, Mode.MATRIX, given, ends, cut=cut
+        )
+    calls = {name: call for name, call in calls.items() if runs(name, call)}
+    moved = {name: (6.0 if name.startswith("forward") else 10.0) * grad.numel() for name in calls}
+    timed = time_replayed(calls, {**moved, "copy": 4.0 * x.numel()}, f"{rows}x{width}")
+    return {f"{rows}x{width}": dict(sorted(timed.items(), key=lambda item: (item[0][:8], item[1]["ms"])))}
 
 
 QUANTISERS = {"quantise": time_quantisers, "casts": time_casts, "swiglu": time_swiglu}

@@ -2,8 +2,8 @@
 
 The result is rounded to the dtype of the input before it is quantised, as if it had been written: the codes are those
 of the activation and `quantize_activation` one after the other. Kernels do both in one where one reading is enough for
-the scales, or where the values are cheaper made twice than written: scales of tensors, and of blocks in forward. Scales
-of rows also want those of the columns of each expert; there, and on a CPU, the two run one after the other.
+the scales, or where the values are cheaper made twice than written: scales of tensors. Scales of rows also want those
+of the columns of each expert; there, and on a CPU, the two run one after the other.
 
 Legend: R rows sorted by expert, f inner width, n experts.
 """
@@ -55,7 +55,7 @@ def quantize_swiglu_gradient(
     Host: no synchronisation.
     """
     mode = ACTIVATION_MODES[recipe.scaling]
-    if has_swiglu_codes(x, mode, is_gradient=True):
+    if has_swiglu_codes(x, mode):
         operands = grad.contiguous(), x, None if probs is None else probs.contiguous()
         codes, grad_probs = swiglu_gradient_codes(operands, dtype, mode, _given(history), ends, by_column=by_column)
         return line_up(codes, mode), grad_probs

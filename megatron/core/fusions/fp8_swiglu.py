@@ -23,7 +23,6 @@ from megatron.core import streams
 from megatron.core.fusions.fp8_amax import last_row
 from megatron.core.fusions.fp8_blocks import magnitude
 from megatron.core.fusions.fp8_quantize import (
-    BLOCK,
     CastCut,
     Codes,
     Given,
@@ -46,21 +45,18 @@ from megatron.core.fusions.fp8_swiglu_tiles import (
 from megatron.core.fusions.triton_casts import is_interpreted
 from megatron.core.optional_deps import tl, triton_jit
 
-FORWARD_CUTS = {Mode.MATRIX: CastCut(high=16, num_warps=4), Mode.STRIPS: CastCut(max_registers=None)}
+FORWARD_CUTS = {Mode.MATRIX: CastCut(high=16, num_warps=4)}
 BACKWARD_CUTS = {Mode.MATRIX: CastCut(high=16, columns=64, num_warps=4, max_registers=None)}
-"""Mode -> cut, from `tools/benchmark/fp8.py --what swiglu`. Strips fix the tile, 128 x 128: two of them, as backward
-makes, take more registers than there are."""
+"""Mode -> cut, from `tools/benchmark/fp8.py --what swiglu`."""
 
 _KERNEL_BYTES = 2
 """of an element. Of fp32 codes by column are put in wrong places, see `kernel_operand`."""
 
 
-def has_swiglu_codes(x: torch.Tensor, mode: Mode, is_gradient: bool = False) -> bool:
-    """True where the kernels run: x [R, 2f] on a GPU with 16 bits, scales of matrices, forward also of whole strips."""
-    if not has_quantize_kernels(x) or x.element_size() != _KERNEL_BYTES or not x.is_contiguous() or not x.numel():
-        return False
-    is_whole = mode is not Mode.STRIPS or x.shape[1] % (2 * BLOCK) == 0
-    return is_whole and mode in (BACKWARD_CUTS if is_gradient else FORWARD_CUTS)
+def has_swiglu_codes(x: torch.Tensor, mode: Mode) -> bool:
+    """True if the kernels here take x [R, 2f] and this mode."""
+    is_readable = has_quantize_kernels(x) and x.element_size() == _KERNEL_BYTES and x.is_contiguous()
+    return is_readable and x.numel() > 0 and mode in FORWARD_CUTS
 
 
 def swiglu_codes(

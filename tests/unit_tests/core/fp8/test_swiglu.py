@@ -104,8 +104,6 @@ CASES = [
     Case("delayed", 136, past=3.0, has_probs=False),
     Case("delayed", 24, past=3.0, bad=math.nan),
     Case("delayed", 24, past=1e-3, bad=-math.inf, dtype=torch.float16),
-    Case("blockwise", 128, (128, 0), bad=math.nan),
-    Case("blockwise", 128, (128, 0), has_probs=False),
 ]
 
 
