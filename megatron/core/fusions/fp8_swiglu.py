@@ -75,7 +75,7 @@ def swiglu_codes(
     Of `given` the history counts; the amax is found here. Host: no synchronisation. Graph: capturable.
     """
     num_rows, width = x.shape[0], x.shape[1] // 2
-    given = with_amax(given, mode, forward_amax_kernel, (x, probs), ends, (num_rows, width))
+    given = with_amax(given, forward_amax_kernel, (x, probs), ends, (num_rows, width))
     raw = new_codes(torch.Size((1, num_rows, width)), x.device, mode, by_row=True, by_column=by_column)
     cut = cut or FORWARD_CUTS[mode]
     streams.declare("fp8 swiglu", *_touched((x, probs), given, ends, raw))
@@ -107,7 +107,7 @@ def swiglu_gradient_codes(
     """
     grad, x, probs = operands
     num_rows, width = grad.shape
-    given = with_amax(given, mode, backward_amax_kernel, operands, ends, (num_rows, width))
+    given = with_amax(given, backward_amax_kernel, operands, ends, (num_rows, width))
     raw = new_codes(torch.Size((1, num_rows, 2 * width)), x.device, mode, by_row=True, by_column=by_column)
     cut = cut or BACKWARD_CUTS[mode]
     parts = None

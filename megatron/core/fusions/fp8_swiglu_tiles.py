@@ -14,7 +14,7 @@ import torch
 from megatron.core import streams
 from megatron.core.fusions.fp8_amax import last_row
 from megatron.core.fusions.fp8_blocks import magnitude
-from megatron.core.fusions.fp8_quantize import CastCut, Given, Mode, largest_of, note_amax, tile_place
+from megatron.core.fusions.fp8_quantize import CastCut, Given, largest_of, note_amax, tile_place
 from megatron.core.fusions.fused_swiglu import swiglu, swiglu_gradients
 from megatron.core.fusions.triton_casts import is_interpreted, narrow
 from megatron.core.optional_deps import tl, triton_jit
@@ -24,18 +24,15 @@ _CUT, _PROGRAMS = CastCut(high=16, columns=64, num_warps=4), 1024
 
 def with_amax(
     given: Given,
-    mode: Mode,
     kernel: Any,
     operands: tuple[torch.Tensor | None, ...],
     ends: torch.Tensor,
     shape: tuple[int, int],
 ) -> Given:
-    """Add the amax that scales of matrices take where a history has none: bits int32 [1], 0 if it is not needed.
+    """Add the amax that a scale of the matrix takes where a history has none: bits int32 [1], 0 if it is not needed.
 
     `operands` [R, ...] are those of `kernel`, `shape` is [R, f].
     """
-    if mode is not Mode.MATRIX:
-        return given
     found = torch.zeros(1, dtype=torch.int32, device=ends.device)
     streams.declare("fp8 swiglu amax", (*operands, ends, given.past, found), (found,))
     tiles = -(-shape[0] // (_CUT.high * _CUT.low)) * -(-shape[1] // _CUT.columns)

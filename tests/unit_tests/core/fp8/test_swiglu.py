@@ -12,8 +12,11 @@ from megatron.core.fp8.kernel_operand import kernel_activation
 from megatron.core.fp8.quantize import AmaxHistory
 from megatron.core.fp8.recipes import RECIPES
 from megatron.core.fusions import fp8_swiglu
+from megatron.core.fusions.fp8_quantize import Given
 from megatron.core.fusions.fp8_swiglu import BACKWARD_CUTS, FORWARD_CUTS, _backward_kernel, _forward_kernel
+from megatron.core.fusions.fp8_swiglu_tiles import forward_amax_kernel, with_amax
 from megatron.core.fusions.fused_swiglu import kernel_swiglu, kernel_swiglu_backward
+from megatron.core.fusions.fused_weighted_activation import weighted_swiglu
 from tests.common.compiled import compiled_for_hopper
 from tests.common.fp8 import activation, ends_of, parts_of, same_bits
 from tests.common.mutants import replaced
@@ -110,6 +113,18 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_codes_in_one_have_the_bits_of_two_steps(interpreted, case):
     assert_same(case, *interpreted(both_job, case))
+
+
+def amax_job():
+    _, x, probs, ends = Case("tensorwise", 24).operands()
+    amax = with_amax(Given(), forward_amax_kernel, (x, probs), ends, (len(x), 24)).amax
+    last = int(ends[-1])
+    return amax.view(torch.float32).item(), weighted_swiglu(x[:last], probs[:last]).abs().max().item()
+
+
+def test_largest_magnitude_is_that_of_the_rounded_result(interpreted):
+    found, wanted = interpreted(amax_job)
+    assert found == wanted > 0
 
 
 @pytest.mark.full
